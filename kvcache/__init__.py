@@ -1,0 +1,1 @@
+"""(Cache, new keys and values) in, (cache, context for attention) out."""

@@ -1,0 +1,1 @@
+"""config.json and safetensors headers in; a tree of records, then of tensors, out."""

@@ -1,0 +1,1 @@
+"""Commands and requests in, token ids to the model, text events out."""
