@@ -1,0 +1,57 @@
+"""The plain-PyTorch meaning of each operation. Every other form is compared with these.
+
+They use no data-dependent control flow, so they run under vmap, grad and capture alike. Letters: params/config.py.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from torch import Tensor
+
+from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise
+
+
+def linear(x: Tensor, w: Weight) -> Tensor:
+    """x [..., in] times w [out, in] transposed -> [..., out].
+
+    A tensor weight sets the dtype: x is rounded to it and the result has it. A packed weight is dequantised to x's.
+    """
+    w = dequantise(w, x.dtype) if isinstance(w, (MXFP4, NVFP4)) else w
+    return F.linear(x.to(w.dtype), w)
+
+
+def visible(q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
+    """bool [B, T, S]: key j is seen from query i when 0 <= j <= i, and i - j < window unless window is 0."""
+    i, j = q_pos_BT.unsqueeze(-1), k_pos_BS.unsqueeze(-2)
+    seen = (j >= 0) & (j <= i)
+    return seen & (i - j < window) if window else seen
+
+
+def attend(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
+    """Grouped-query attention over positioned keys -> [B, T, N, D] in q's dtype; softmax in float32.
+
+    Scores are scaled by D^-0.5; query head n reads KV head n // (N / K). Positions are int64 and need no order; a key
+    at position -1 is an empty place. A query that sees no key gets finite, meaningless values.
+    """
+    q = rearrange(q_BTND, "b t (k g) d -> b k g t d", k=k_BSKD.shape[2])
+    scores = einsum(q, k_BSKD, "b k g t d, b s k d -> b k g t s") * q.shape[-1] ** -0.5
+    hidden = ~visible(q_pos_BT, k_pos_BS, window)[:, None, None]
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    p = torch.softmax(scores, -1, dtype=torch.float32).to(v_BSKD.dtype)
+    return rearrange(einsum(p, v_BSKD, "b k g t s, b s k d -> b k g t d"), "b k g t d -> b t (k g) d")
+
+
+def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
+    """One row per route: expert e of route (t, r) applied to token t -> [T, R, M], not normed, weighted or summed.
+
+    gate_up is [E, 2F, M] with the gate rows first, down [E, M, F]; the result has u's dtype.
+    """
+    gate_up, down = (_of_experts(w, idx_TR, u_TM.dtype) for w in (gate_up_EFM, down_EMF))
+    gate, up = einsum(u_TM, gate_up, "t m, t r f m -> t r f").chunk(2, -1)
+    return einsum(F.silu(gate) * up, down, "t r f, t r m f -> t r m")
+
+
+def _of_experts(w: Weight, idx_TR: Tensor, dtype: torch.dtype) -> Tensor:
+    """[E, out, in] -> the matrices of the chosen experts [T, R, out, in]."""
+    chosen = type(w)(*(part[idx_TR] for part in w)) if isinstance(w, (MXFP4, NVFP4)) else w[idx_TR]
+    return dequantise(chosen, dtype)

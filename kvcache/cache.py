@@ -1,0 +1,85 @@
+"""The key-value cache as a value: an arena of blocks, the view a step has of it, and the step's append.
+
+A block is `block` consecutive positions of one sequence; block 0 belongs to nobody and takes the rows of padding. Every
+layer has its own pair of arrays and all share one block table. Consuming: `append` writes in place and returns the new
+handle; the one passed in must not be used again.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from muse_fn.params.config import Config
+
+
+class KVCache(NamedTuple):
+    """One pair of arrays per layer, each [num_blocks, block, K, D]; whole tensors, never views of a larger one."""
+
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+
+
+class View(NamedTuple):
+    """Which blocks each sequence of a step reads and writes."""
+
+    table_BN: Tensor  # int64, block ids in order of position; 0 where none
+    past_B: Tensor  # int64, positions already in the cache
+    count_B: Tensor  # int64, new positions of this step; later columns of the step are padding
+
+
+def init_cache(
+    config: Config, num_blocks: int, block_size: int = 16, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> KVCache:
+    """An empty cache of `num_blocks` blocks of `block_size` positions, block 0 included.
+
+    Takes num_blocks * block_size * K * D * 2 elements per layer. Raises ValueError for fewer than 2 blocks.
+    """
+    if num_blocks < 2 or block_size < 1:
+        raise ValueError(f"a cache needs at least 2 blocks of at least 1 position, not {num_blocks} of {block_size}")
+    shape = (num_blocks, block_size, config.kv_heads, config.head_dim)
+    k, v = ([torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)] for _ in "kv")
+    return KVCache(tuple(k), tuple(v))
+
+
+def blocks_for(positions: int, block_size: int) -> int:
+    """How many blocks hold this many positions."""
+    return -(-positions // block_size)
+
+
+def own_blocks(batch: int, positions: int, block_size: int, *, device: str = "cpu") -> Tensor:
+    """int64 [batch, N]: a table in which each sequence owns consecutive blocks for `positions` positions.
+
+    The cache must have 1 + batch * N blocks.
+    """
+    each = blocks_for(positions, block_size)
+    return 1 + torch.arange(batch * each, device=device).view(batch, each)
+
+
+def step_positions(view: View, length: int) -> Tensor:
+    """int64 [B, T]: the positions of a step's columns, padding included."""
+    return view.past_B[:, None] + torch.arange(length, device=view.past_B.device)
+
+
+def append(kv: KVCache, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, view: View) -> KVCache:
+    """The cache with a step's keys and values in it. Consumes `kv`."""
+    places = _places(view, k_BTKD.shape[1], kv.k[layer].shape[1])
+    for arena, rows in ((kv.k[layer], k_BTKD), (kv.v[layer], v_BTKD)):
+        arena.flatten(0, 1).index_copy_(0, places, rows.flatten(0, 1).to(arena.dtype))
+    return kv
+
+
+def _places(view: View, length: int, block_size: int) -> Tensor:
+    """int64 [B*T]: row of the flattened arena that each column goes to; padding goes to block 0."""
+    pos = step_positions(view, length)
+    column = (pos // block_size).clamp_max(view.table_BN.shape[1] - 1)
+    place = view.table_BN.gather(1, column) * block_size + pos % block_size
+    real = torch.arange(length, device=pos.device) < view.count_B[:, None]
+    return torch.where(real, place, pos % block_size).flatten()
+
+
+def context(kv: KVCache, layer: int, view: View, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [B, S, K, D] of every sequence in order of position, and the positions [B, S], -1 where empty."""
+    k, v = (side[layer][view.table_BN].flatten(1, 2).to(dtype) for side in (kv.k, kv.v))
+    place = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
+    return k, v, torch.where(place < (view.past_B + view.count_B)[:, None], place, -1)

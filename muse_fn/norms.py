@@ -1,0 +1,66 @@
+"""The four RMS norms, the residual gate and rotary position: elementwise equations, all in float32.
+
+Source of the formulas: the published model as implemented in transformers 5.24. Inputs of any float dtype, outputs
+float32; the matrix product that follows rounds once, to its weight's dtype.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+RESIDUAL_GATE_FLOOR = 1e-3
+
+
+def plain_norm(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension, without a weight."""
+    x = x.float()
+    # pow, not rsqrt: the published model spells this norm so, and the last bit differs.
+    return x * torch.pow(x.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+
+
+def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight, the weight near 1."""
+    return plain_norm(x, eps) * weight.float()
+
+
+def centred_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * (1 + weight), the weight near 0."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1.0 + weight.float())
+
+
+def input_scaled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y / rms(y) with y = x * (1 + weight): the scale acts before the mean square, so only its shape counts."""
+    y = x.float() * (1.0 + weight.float())
+    return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def residual_gate(residual: Tensor, branch: Tensor, gate: Tensor, temperature: float) -> Tensor:
+    """alpha * residual + beta * branch per channel, with beta = sigmoid(gate / temperature), alpha² + beta² = 1."""
+    w = gate.float() / temperature
+    beta = torch.sigmoid(w)
+    # 1 - beta² as sigmoid(-w) (1 + beta): exact where beta is near 1.
+    alpha = torch.sqrt((torch.sigmoid(-w) * (1 + beta)).clamp_min(RESIDUAL_GATE_FLOOR))
+    return alpha * residual.float() + beta * branch.float()
+
+
+class Rotary(NamedTuple):
+    """Angles of a step: cos and sin, float32 [B, T, 1, D]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_angles(pos_BT: Tensor, head_dim: int, theta: float) -> Rotary:
+    """The angle of pair (j, j + D/2) at position p is p * theta^(-2j/D)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=pos_BT.device) / head_dim
+    angles = pos_BT[..., None, None].float() * (1.0 / theta**exponents)
+    angles = torch.cat([angles, angles], -1)
+    return Rotary(angles.cos(), angles.sin())
+
+
+def rotate(x_BTND: Tensor, rotary: Rotary) -> Tensor:
+    """Rotates pairs (j, j + D/2) of every head; the checkpoint's rows are stored for this pairing."""
+    low, high = x_BTND.chunk(2, -1)
+    return x_BTND * rotary.cos + torch.cat([-high, low], -1) * rotary.sin
