@@ -1,0 +1,189 @@
+"""The host's loop: prompts in, tokens out, one batch of sequences stepped together over a cache of their own."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
+from muse_fn.load import Model
+from muse_fn.sample import Draw, Sampling, draws, sample
+from muse_fn.step import decode, prefill
+from muse_fn.stops import StopWatch
+
+CHUNK = 512  # prompt tokens read per step
+SCORE_CHUNK = 256  # positions whose vocabulary logits exist at once
+BLOCK = 16
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to generate. `max_new_tokens` None fills up to the model's limit; `stop` strings end a text before them.
+
+    `stop_tokens` None takes the tokenizer's (or the config's) end tokens; they are part of the tokens, not of the text.
+    """
+
+    max_new_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_tokens: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+
+
+class Token(NamedTuple):
+    """One event of a generation: prompt `row` got `token`; `finish` says why if it was the last."""
+
+    row: int
+    token: int
+    finish: Finish | None
+
+
+class Output(NamedTuple):
+    """A finished generation: the new tokens, an end token included, and why it ended."""
+
+    tokens: tuple[int, ...]
+    finish: Finish
+
+
+class _Row(NamedTuple):
+    """A running sequence: its last token, how many it may still make, and what would stop it."""
+
+    row: int
+    token: int
+    left: int
+    stops: StopWatch
+
+
+def generate(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | None = None) -> list[Output]:
+    """Continues every prompt (token ids). Each answer is the same alone and in any batch.
+
+    Raises ValueError for an empty prompt, an id outside the vocabulary, or a prompt that leaves no room.
+    """
+    tokens: list[list[int]] = [[] for _ in prompts]
+    finish: list[Finish] = ["length" for _ in prompts]
+    for event in stream(model, prompts, settings):
+        tokens[event.row].append(event.token)
+        finish[event.row] = event.finish or "length"
+    return [Output(tuple(t), f) for t, f in zip(tokens, finish, strict=True)]
+
+
+@torch.inference_mode()
+def stream(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | None = None) -> Iterator[Token]:
+    """`generate`, one event per token as it comes; events of different prompts interleave."""
+    settings = settings or Settings()
+    budgets = [_budget(model, i, prompt, settings) for i, prompt in enumerate(prompts)]
+    watch = StopWatch(_stop_tokens(model, settings), settings.stop, model.tokenizer)
+    if not prompts:
+        return
+    longest = max(len(p) + n for p, n in zip(prompts, budgets, strict=True))
+    device = model.params.embed.device
+    table = own_blocks(len(prompts), longest, BLOCK, device=str(device))
+    dtype = model.params.embed.dtype
+    kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=dtype, device=str(device))
+    draw = draws([settings.sampling] * len(prompts), model.config.vocab_size, device)
+
+    running: list[_Row] = []
+    for row, prompt in enumerate(prompts):
+        logits, kv = _read_prompt(model, prompt, table[row : row + 1], kv)
+        event, state = _choose(model, [_Row(row, -1, budgets[row], watch)], logits, [len(prompt)], draw, settings)
+        yield from event
+        running += state
+    lengths = [len(p) for p in prompts]
+    while running:
+        rows = [r.row for r in running]
+        past = torch.tensor([lengths[r] for r in rows], device=device)
+        view = View(table[rows], past, torch.ones_like(past))
+        logits, kv = decode(model.params, _column([r.token for r in running], device), kv, view, model.config)
+        for r in rows:
+            lengths[r] += 1
+        events, running = _choose(model, running, logits[:, 0], [lengths[r] for r in rows], draw, settings)
+        yield from events
+
+
+def _read_prompt(model: Model, prompt: Sequence[int], table: Tensor, kv: KVCache) -> tuple[Tensor, KVCache]:
+    """Logits [1, V] after the whole prompt."""
+    logits = torch.empty(0)
+    for start in range(0, len(prompt), CHUNK):
+        tokens = torch.tensor([prompt[start : start + CHUNK]], device=table.device)
+        past = torch.tensor([start], device=table.device)
+        view = View(table, past, torch.full_like(past, tokens.shape[1]))
+        logits, kv = prefill(model.params, tokens, kv, view, model.config)
+    return logits, kv
+
+
+def _choose(
+    model: Model, rows: list[_Row], logits_BV: Tensor, positions: list[int], draw: Draw, settings: Settings
+) -> tuple[list[Token], list[_Row]]:
+    """The next token of every row as an event, and the rows that go on."""
+    mine = Draw(*(part[[r.row for r in rows]] for part in draw))
+    pos = torch.tensor(positions, device=logits_BV.device)
+    usable = model.tokenizer.vocab_size if model.tokenizer else None
+    chosen = sample(logits_BV, mine, pos, usable=usable, filtered=settings.sampling.is_filtered).tolist()
+    events: list[Token] = []
+    going: list[_Row] = []
+    for r, token in zip(rows, chosen, strict=True):
+        stopped, stops = r.stops.push(token)
+        finish: Finish | None = "stop" if stopped else "length" if r.left == 1 else None
+        events.append(Token(r.row, token, finish))
+        going += [_Row(r.row, token, r.left - 1, stops)] if finish is None else []
+    return events, going
+
+
+def _column(tokens: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(tokens, device=device)[:, None]
+
+
+def _stop_tokens(model: Model, settings: Settings) -> tuple[int, ...]:
+    if settings.stop_tokens is not None:
+        return settings.stop_tokens
+    return model.tokenizer.stop_ids if model.tokenizer else model.config.eos_token_id
+
+
+def _budget(model: Model, row: int, prompt: Sequence[int], settings: Settings) -> int:
+    """How many tokens this prompt may get; refuses prompts that cannot get any."""
+    check_ids(model, prompt, f"prompt {row}")
+    room = model.config.max_positions - len(prompt)
+    wanted = room if settings.max_new_tokens is None else settings.max_new_tokens
+    if wanted < 1 and settings.max_new_tokens is not None:
+        raise ValueError(f"max_new_tokens is {wanted}: must be at least 1")
+    if wanted > room or room < 1:
+        asked = f"{wanted} new ones" if settings.max_new_tokens is not None else "any new one"
+        limit = model.config.max_positions
+        raise ValueError(f"prompt {row} has {len(prompt)} tokens: no room for {asked}, the limit is {limit} in all")
+    return wanted
+
+
+def check_ids(model: Model, ids: Sequence[int], what: str) -> None:
+    """Raises ValueError if `ids` is empty or has an id outside the vocabulary."""
+    if not ids:
+        raise ValueError(f"{what} is empty: at least one token is needed")
+    for place, token in enumerate(ids):
+        if not 0 <= token < model.config.vocab_size:
+            raise ValueError(f"{what} has id {token} at {place}: ids go from 0 to {model.config.vocab_size - 1}")
+
+
+@torch.inference_mode()
+def score(model: Model, ids: Sequence[int]) -> list[float | None]:
+    """Log-probability (natural) of every token given those before it; None for the first, which has none before it.
+
+    Vocabulary logits exist for at most SCORE_CHUNK positions at a time. Raises ValueError as `generate` does.
+    """
+    check_ids(model, ids, "ids")
+    if len(ids) > model.config.max_positions:
+        raise ValueError(f"ids has {len(ids)} tokens: the limit is {model.config.max_positions}")
+    device = model.params.embed.device
+    table = own_blocks(1, len(ids), BLOCK, device=str(device))
+    kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=model.params.embed.dtype, device=str(device))
+    found: list[float | None] = [None]
+    for start in range(0, len(ids) - 1, SCORE_CHUNK):
+        tokens = torch.tensor([ids[start : start + SCORE_CHUNK]], device=device)
+        targets = torch.tensor(ids[start + 1 : start + 1 + SCORE_CHUNK], device=device)
+        past = torch.tensor([start], device=device)
+        view = View(table, past, torch.full_like(past, tokens.shape[1]))
+        logits, kv = prefill(model.params, tokens, kv, view, model.config, all_logits=True)
+        logp = torch.log_softmax(logits[0, : len(targets)], -1)
+        found += logp.gather(-1, targets[:, None])[:, 0].tolist()
+    return found

@@ -1,0 +1,130 @@
+"""Logits -> token, with the random key an input: the same request draws the same tokens alone, in a batch, or resumed.
+
+Random bits are Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), in
+int32 additions, rotations and exclusive-ors only, so that every device computes the same bits. The draw is Gumbel-max.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+
+
+def key(seed: int) -> Tensor:
+    """int32 [2]: the key of a seed, its high and low 32 bits. Seeds beyond 64 bits are reduced modulo 2^64."""
+    words = (seed >> 32) & 0xFFFF_FFFF, seed & 0xFFFF_FFFF
+    return torch.tensor([w - (1 << 32) if w >> 31 else w for w in words], dtype=torch.int32)
+
+
+def fold_in(keys: Tensor, data: Tensor) -> Tensor:
+    """A new key per (key, number): int32 [..., 2] and integers [...] -> int32 [..., 2]."""
+    data = data.to(torch.int32)
+    return torch.stack(threefry(keys[..., 0], keys[..., 1], torch.zeros_like(data), data), -1)
+
+
+def threefry(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
+    """Two int32 words of random bits for each (key, counter); all arguments int32 and broadcast together."""
+    schedule = (k0, k1, k0 ^ k1 ^ _PARITY)
+    x0, x1 = x0 + k0, x1 + k1
+    for group in range(5):
+        for r in _ROTATIONS[group % 2]:
+            x0 = x0 + x1
+            # >> is arithmetic on int32: the mask drops the copies of the sign.
+            x1 = ((x1 << r) | ((x1 >> (32 - r)) & ((1 << r) - 1))) ^ x0
+        x0 = x0 + schedule[(group + 1) % 3]
+        x1 = x1 + schedule[(group + 2) % 3] + (group + 1)
+    return x0, x1
+
+
+def gumbel(keys: Tensor, count: int) -> Tensor:
+    """float32 [..., count]: standard Gumbel noise of each key int32 [..., 2]."""
+    counter = torch.arange((count + 1) // 2, dtype=torch.int32, device=keys.device)
+    words = threefry(keys[..., :1], keys[..., 1:], torch.zeros_like(counter), counter)
+    bits = torch.stack(words, -1).flatten(-2)[..., :count]
+    # 23 bits and a half: exact in float32 and never 0 or 1.
+    uniform = (((bits >> 9) & 0x7F_FFFF).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request draws. temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off.
+
+    Raises ValueError naming the field for values outside these ranges.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature": (0 <= self.temperature <= 100, "a number from 0 (greedy) to 100"),
+            "top_k": (self.top_k >= -1, "0 or -1 (off), or a number of tokens"),
+            "top_p": (0 < self.top_p <= 1, "above 0, at most 1 (off)"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
+        }
+        for name, (good, allowed) in rules.items():
+            if not good:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: must be {allowed}")
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether any of top_k, top_p and min_p is on."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class Draw(NamedTuple):
+    """The settings of a batch as tensors, so that a captured step can take them as arguments."""
+
+    temperature_B: Tensor  # float32
+    top_k_B: Tensor  # int64, V where off
+    top_p_B: Tensor  # float32
+    min_p_B: Tensor  # float32
+    key_B: Tensor  # int32 [B, 2]
+
+
+def draws(settings: list[Sampling], vocab_size: int, device: str | torch.device = "cpu") -> Draw:
+    """The tensors of a batch of settings."""
+    columns = ([s.temperature for s in settings], [s.top_p for s in settings], [s.min_p for s in settings])
+    temperature, top_p, min_p = (torch.tensor(c, dtype=torch.float32, device=device) for c in columns)
+    top_k = torch.tensor([s.top_k if s.top_k > 0 else vocab_size for s in settings], device=device)
+    return Draw(temperature, top_k, top_p, min_p, torch.stack([key(s.seed) for s in settings]).to(device))
+
+
+def sample(logits_BV: Tensor, draw: Draw, pos_B: Tensor, *, usable: int | None = None, filtered: bool = True) -> Tensor:
+    """The next token of each row: float32 logits [B, V] -> int64 [B].
+
+    `pos_B` is the position the token will take; with the row's seed it fixes the noise. Ids from `usable` on have no
+    token and are never drawn. Temperature acts first, then top_k, then top_p on what is left renormalised, then min_p
+    relative to the likeliest. `filtered=False` skips the sort when no row uses a filter; the result is the same.
+    """
+    if usable is not None and usable < logits_BV.shape[-1]:
+        logits_BV = logits_BV[:, :usable]
+    greedy = logits_BV.argmax(-1)
+    temperature = torch.where(draw.temperature_B > 0, draw.temperature_B, 1.0)
+    scaled = logits_BV.float() / temperature[:, None]
+    scaled = keep(scaled, draw) if filtered else scaled
+    noise = gumbel(fold_in(draw.key_B, pos_B), scaled.shape[-1])
+    return torch.where(draw.temperature_B > 0, (scaled + noise).argmax(-1), greedy)
+
+
+def keep(scaled_BV: Tensor, draw: Draw) -> Tensor:
+    """The logits with every token outside top_k, top_p or min_p at -inf; the likeliest is always kept.
+
+    Among equal logits the lower id is likelier.
+    """
+    ordered, ids = torch.sort(scaled_BV, dim=-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    kept = rank < draw.top_k_B[:, None]
+    p = torch.softmax(ordered.masked_fill(~kept, -torch.inf), -1)
+    kept &= p.cumsum(-1) - p < draw.top_p_B[:, None]
+    kept &= p >= draw.min_p_B[:, None] * p[:, :1]
+    kept |= rank == 0
+    return torch.full_like(scaled_BV, -torch.inf).scatter(-1, ids, ordered.masked_fill(~kept, -torch.inf))
