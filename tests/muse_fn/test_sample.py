@@ -1,0 +1,130 @@
+"""Sampling: the generator's published test vectors, filters against a plain reference, independence of the batch."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muse_fn.sample import Sampling, draws, fold_in, gumbel, keep, key, sample, threefry
+
+
+def word(x: int) -> torch.Tensor:
+    return torch.tensor(x - (1 << 32) if x >> 31 else x, dtype=torch.int32)
+
+
+# Known answers for Threefry-2x32-20 as published with Random123: counter, key, result.
+VECTORS = [
+    ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+    ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
+]
+
+
+@pytest.mark.parametrize(("counter", "keys", "result"), VECTORS)
+def test_threefry_gives_the_published_answers(
+    counter: tuple[int, int], keys: tuple[int, int], result: tuple[int, int]
+) -> None:
+    found = threefry(word(keys[0]), word(keys[1]), word(counter[0]), word(counter[1]))
+    assert tuple(int(x) & 0xFFFFFFFF for x in found) == result
+
+
+@given(st.integers(min_value=-(2**63), max_value=2**64 - 1))
+def test_key_keeps_64_bits_of_the_seed(seed: int) -> None:
+    high, low = (int(x) & 0xFFFFFFFF for x in key(seed))
+    assert (high << 32 | low) == seed % 2**64
+
+
+def test_gumbel_noise_has_the_right_mean_and_spread_and_is_finite() -> None:
+    noise = gumbel(fold_in(key(3).expand(64, 2), torch.arange(64)), 4096)
+    assert torch.isfinite(noise).all()
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
+    assert noise.std().item() == pytest.approx(math.pi / math.sqrt(6), abs=0.02)
+
+
+def test_gumbel_noise_of_an_id_does_not_depend_on_the_vocabulary() -> None:
+    keys = key(5)[None]
+    assert torch.equal(gumbel(keys, 101)[:, :50], gumbel(keys, 50))
+
+
+def plain_reference(logits: list[float], s: Sampling) -> dict[int, float]:
+    """Probabilities by the text of the documentation, token by token, in Python floats."""
+    weights = {i: math.exp(x / s.temperature) for i, x in enumerate(logits)}
+    order = sorted(weights, key=lambda i: (-weights[i], i))
+    if s.top_k > 0:
+        order = order[: s.top_k]
+    total = sum(weights[i] for i in order)
+    kept, before = [], 0.0
+    for i in order:
+        if before < s.top_p or not kept:
+            kept.append(i)
+        before += weights[i] / total
+    kept = [i for i in kept if weights[i] >= s.min_p * weights[kept[0]]]
+    total = sum(weights[i] for i in kept)
+    return {i: weights[i] / total for i in kept}
+
+
+LOGITS = [3.0, 2.0, 1.0, 0.0, -5.0]
+SETTINGS = [
+    Sampling(temperature=t, top_k=k, top_p=p, min_p=m)
+    for t in (0.5, 2.0)
+    for k in (0, -1, 1, 2, 9999)
+    for p in (1.0, 0.6)
+    for m in (0.0, 0.2)
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_filters_keep_what_the_reference_keeps(settings: Sampling) -> None:
+    scaled = torch.tensor([LOGITS]) / settings.temperature
+    kept = keep(scaled, draws([settings], len(LOGITS)))[0]
+    assert set(torch.isfinite(kept).nonzero()[:, 0].tolist()) == set(plain_reference(LOGITS, settings))
+
+
+def test_frequencies_equal_the_reference() -> None:
+    rows = 50_000
+    settings = Sampling(temperature=2.0, top_k=4, top_p=0.95, min_p=0.1, seed=11)
+    draw = draws([settings], len(LOGITS))
+    wide = type(draw)(*(part.expand(rows, *part.shape[1:]) for part in draw))
+    tokens = sample(torch.tensor([LOGITS]).expand(rows, -1), wide, torch.arange(rows))
+    expected = plain_reference(LOGITS, settings)
+    for i in range(len(LOGITS)):
+        share = (tokens == i).float().mean().item()
+        p = expected.get(i, 0.0)
+        assert abs(share - p) <= 5 * math.sqrt(p * (1 - p) / rows), f"token {i}: drawn {share}, expected {p}"
+
+
+def test_rows_do_not_depend_on_their_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(SETTINGS), 40, generator=generator)
+    seeded = [Sampling(s.temperature, s.top_k, s.top_p, s.min_p, seed=i) for i, s in enumerate(SETTINGS)]
+    positions = torch.arange(len(seeded)) * 7
+    together = sample(logits, draws(seeded, 40), positions)
+    alone = [
+        sample(logits[i : i + 1], draws([s], 40), positions[i : i + 1], filtered=s.is_filtered)
+        for i, s in enumerate(seeded)
+    ]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_greedy_takes_the_first_maximum_and_ignores_the_seed() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
+    for seed in range(20):
+        assert sample(logits, draws([Sampling(seed=seed)], 4), torch.tensor([seed])).tolist() == [1]
+
+
+def test_ids_without_a_token_are_never_drawn() -> None:
+    logits = torch.tensor([[0.0, 0.0, 90.0, 99.0]]).expand(200, -1)
+    for temperature in (0.0, 5.0):
+        draw = draws([Sampling(temperature=temperature, seed=s) for s in range(200)], 4)
+        assert sample(logits, draw, torch.arange(200), usable=2).max() < 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -0.1), ("temperature", math.nan), ("top_k", -2), ("top_p", 0.0), ("top_p", 1.1), ("min_p", 1.5)],
+)
+def test_bad_settings_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} is "):
+        Sampling(**{field: value})  # type: ignore[arg-type]
