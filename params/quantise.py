@@ -1,0 +1,86 @@
+"""Parameters whose experts are packed, from parameters whose experts are not."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from muse_fn.kernels.packed import (
+    MXFP4,
+    MXFP4_BLOCK,
+    NVFP4,
+    NVFP4_BLOCK,
+    Weight,
+    dequantise,
+    quantise_mxfp4,
+    quantise_nvfp4,
+)
+from muse_fn.params.config import Config
+from muse_fn.params.schema import Leaf, leaves, sparse_layers
+from muse_fn.params.tree import Params, from_named, map_tensors, named, tensors
+
+Packed = TypeVar("Packed", Tensor, MXFP4, NVFP4)
+BLOCKS = {"mxfp4": MXFP4_BLOCK, "nvfp4": NVFP4_BLOCK}
+
+
+def is_packable(leaf: Leaf, config: Config) -> bool:
+    """Whether the published 4-bit checkpoints pack this parameter: experts, but not of the first and the last layer."""
+    return bool(leaf.row.each) and leaf.layer not in (0, config.layers - 1)
+
+
+def quantise_experts(params: Params, config: Config) -> Params:
+    """The same tree with the experts of all layers but the first and the last in MXFP4, by Quark's block rule.
+
+    What is packed already stays as it is. Raises ValueError if a width is no multiple of 32.
+    """
+    values = named(params)
+    done = {leaf.path: quantise_leaf(leaf, values[leaf.path], config) for leaf in leaves(config)}
+    return from_named(sparse_layers(config), done)
+
+
+def quantise_leaf(leaf: Leaf, weight: Weight, config: Config) -> Weight:
+    """MXFP4 for a packable parameter that is plain; any other as it is."""
+    return to_mxfp4(weight) if is_packable(leaf, config) and isinstance(weight, Tensor) else weight
+
+
+def check_widths(config: Config, node: str) -> None:
+    """Raises ValueError naming the parameters that this node's blocks do not divide."""
+    bad = {
+        f"{leaf.row.path} has {leaf.shape[-1]} inputs"
+        for leaf in leaves(config)
+        if is_packable(leaf, config) and leaf.shape[-1] % BLOCKS[node]
+    }
+    if bad:
+        raise ValueError(f"{node} needs a multiple of {BLOCKS[node]} inputs: {', '.join(sorted(bad))}")
+
+
+def to_mxfp4(weight: Weight) -> MXFP4:
+    """Stacked experts in MXFP4; packed otherwise, they are unpacked first."""
+    return weight if isinstance(weight, MXFP4) else _stack(weight, lambda one: quantise_mxfp4(_plain(one)))
+
+
+def to_nvfp4(weight: Weight, parts: int) -> NVFP4:
+    """Stacked experts in NVFP4, `parts` global scales each; packed otherwise, they are unpacked first."""
+    return weight if isinstance(weight, NVFP4) else _stack(weight, lambda one: quantise_nvfp4(_plain(one), parts))
+
+
+def to_plain(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """Stacked experts as one tensor."""
+    return weight.to(dtype) if isinstance(weight, Tensor) else _stack(weight, lambda one: dequantise(one, dtype))
+
+
+def _plain(weight: Weight) -> Tensor:
+    return dequantise(weight, torch.float32)
+
+
+def _stack(weight: Weight, fn: Callable[[Weight], Packed]) -> Packed:
+    """`fn` of each expert, stacked: what it needs in between is one expert large."""
+    experts = tensors(weight)[0].shape[0]
+    first = fn(map_tensors(lambda t: t[0], weight))
+    out = map_tensors(lambda t: t.new_empty((experts, *t.shape)), first)
+    for e in range(experts):
+        one = first if e == 0 else fn(map_tensors(lambda t, e=e: t[e], weight))
+        for place, value in zip(tensors(out), tensors(one), strict=True):
+            place[e].copy_(value)
+    return out
