@@ -36,6 +36,13 @@ class NVFP4(NamedTuple):
 Weight = Tensor | MXFP4 | NVFP4
 
 
+def logical_shape(weight: Weight) -> tuple[int, ...]:
+    """The shape [..., out, in] of the matrix that a weight stands for."""
+    if isinstance(weight, Tensor):
+        return tuple(weight.shape)
+    return (*weight.codes.shape[:-1], 2 * weight.codes.shape[-1])
+
+
 @lru_cache(maxsize=8)
 def _byte_values(dtype: torch.dtype, device: torch.device) -> Tensor:
     """[256, 2]: both values of a byte, low nibble first. A constant, kept per device: unpacking is one gather."""

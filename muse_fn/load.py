@@ -11,6 +11,7 @@ from muse_fn.params.config import Config
 from muse_fn.params.quantise import check_widths, quantise_leaf
 from muse_fn.params.read import Progress, read_params
 from muse_fn.params.tree import Params
+from muse_fn.params.write import write_checkpoint
 from muse_fn.sharding.mesh import Mesh, one_rank
 from muse_fn.tokenizer import Tokenizer, load_tokenizer
 
@@ -48,3 +49,13 @@ def load(
     tokenizer = load_tokenizer(checkpoint.folder) if (checkpoint.folder / "tokenizer.json").exists() else None
     finish = partial(quantise_leaf, config=config) if quantize else None
     return Model(config, read_params(checkpoint, dtype, device, progress, finish), tokenizer)
+
+
+def save(
+    path: str | Path, params: Params, config: Config, format: str = "bf16", progress: Progress | None = None
+) -> None:
+    """Writes a folder in the published layout "float32", "bf16", "quark-mxfp4" or "nvfp4"; see write_checkpoint.
+
+    transformers opens the first two. Files of other kinds, such as a tokenizer, are left to the caller.
+    """
+    write_checkpoint(path, params, config, format, progress=progress)

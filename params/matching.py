@@ -4,11 +4,22 @@ Works on headers alone. Everything that does not fit is a sentence that names fi
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from muse_fn.params.config import Config
-from muse_fn.params.formats import PLAIN, Format, Part, Role, Shape, allowed_shapes, detect, formats_of, present
+from muse_fn.params.formats import (
+    PLAIN,
+    Format,
+    Part,
+    Role,
+    Shape,
+    Spelling,
+    allowed_shapes,
+    detect,
+    formats_of,
+    present,
+)
 from muse_fn.params.safetensors_header import Stored
 from muse_fn.params.schema import ROWS, Leaf, leaves, shape_of
 
@@ -115,8 +126,8 @@ def match(config: Config, stored: Mapping[str, Stored]) -> tuple[Match, tuple[st
 
 def _match_leaf(leaf: Leaf, stored: Mapping[str, Stored], result: Match) -> LeafPlan | None:
     spellings = (
-        ([Matrix(leaf.name, leaf.shape, max(1, len(leaf.row.each)))], STACKED if leaf.row.each else (PLAIN,)),
-        (list(_each(leaf)), EACH),
+        (matrices_of(leaf, "stacked"), STACKED if leaf.row.each else (PLAIN,)),
+        (matrices_of(leaf, "each"), EACH),
     )
     used: list[tuple[list[Matrix], Found]] = []
     for matrices, rows in spellings:
@@ -134,15 +145,19 @@ def _match_leaf(leaf: Leaf, stored: Mapping[str, Stored], result: Match) -> Leaf
     return None if problems else LeafPlan(leaf, form, tuple(pieces))
 
 
-def _each(leaf: Leaf) -> Iterator[Matrix]:
-    """The names of the per-expert spelling, none for a parameter without experts."""
+def matrices_of(leaf: Leaf, spelling: Spelling) -> list[Matrix]:
+    """The names that a parameter has in a spelling; none one by one if it has no experts."""
+    if spelling == "stacked":
+        return [Matrix(leaf.name, leaf.shape, max(1, len(leaf.row.each)))]
     if not leaf.row.each:
-        return
+        return []
     experts, rows, columns = leaf.shape
     names = [name.replace("{i}", str(leaf.layer)) for name in leaf.row.each]
-    for expert in range(experts):
-        for order, name in enumerate(names):
-            yield Matrix(name.replace("{e}", str(expert)), (rows // len(names), columns), 1, expert, order)
+    return [
+        Matrix(name.replace("{e}", str(expert)), (rows // len(names), columns), 1, expert, order)
+        for expert in range(experts)
+        for order, name in enumerate(names)
+    ]
 
 
 def _first(found: Found) -> Stored:
@@ -153,8 +168,8 @@ def _first(found: Found) -> Stored:
 def _problem_of_spelling(leaf: Leaf, used: list[Found]) -> str:
     if used:
         return f"{_first(used[0])} and {_first(used[1])}: the same experts are stored stacked and one by one"
-    first = next(_each(leaf), None)
-    return f"{leaf.name}: missing" + (f" (and so is {first.base}.weight)" if first else "")
+    first = matrices_of(leaf, "each")[:1]
+    return f"{leaf.name}: missing" + "".join(f" (and so is {matrix.base}.weight)" for matrix in first)
 
 
 def _match_matrices(leaf: Leaf, form: Format, matrices: list[Matrix], found: Found) -> tuple[list[Piece], list[str]]:

@@ -17,6 +17,7 @@ from muse_fn.kernels.packed import (
     quantise_nvfp4,
 )
 from muse_fn.params.config import Config
+from muse_fn.params.formats import Node
 from muse_fn.params.schema import Leaf, leaves, sparse_layers
 from muse_fn.params.tree import Params, from_named, map_tensors, named, tensors
 
@@ -41,7 +42,11 @@ def quantise_experts(params: Params, config: Config) -> Params:
 
 def quantise_leaf(leaf: Leaf, weight: Weight, config: Config) -> Weight:
     """MXFP4 for a packable parameter that is plain; any other as it is."""
-    return to_mxfp4(weight) if is_packable(leaf, config) and isinstance(weight, Tensor) else weight
+    return (
+        to_node(weight, "mxfp4", 1, torch.float32)
+        if isinstance(weight, Tensor) and is_packable(leaf, config)
+        else weight
+    )
 
 
 def check_widths(config: Config, node: str) -> None:
@@ -55,23 +60,22 @@ def check_widths(config: Config, node: str) -> None:
         raise ValueError(f"{node} needs a multiple of {BLOCKS[node]} inputs: {', '.join(sorted(bad))}")
 
 
-def to_mxfp4(weight: Weight) -> MXFP4:
-    """Stacked experts in MXFP4; packed otherwise, they are unpacked first."""
-    return weight if isinstance(weight, MXFP4) else _stack(weight, lambda one: quantise_mxfp4(_plain(one)))
+def to_node(weight: Weight, node: Node, parts: int, dtype: torch.dtype) -> Weight:
+    """A parameter as this kind of node: itself if it is one, else unpacked and packed again, expert by expert.
 
-
-def to_nvfp4(weight: Weight, parts: int) -> NVFP4:
-    """Stacked experts in NVFP4, `parts` global scales each; packed otherwise, they are unpacked first."""
-    return weight if isinstance(weight, NVFP4) else _stack(weight, lambda one: quantise_nvfp4(_plain(one), parts))
-
-
-def to_plain(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Stacked experts as one tensor."""
-    return weight.to(dtype) if isinstance(weight, Tensor) else _stack(weight, lambda one: dequantise(one, dtype))
-
-
-def _plain(weight: Weight) -> Tensor:
-    return dequantise(weight, torch.float32)
+    `parts` is the number of row ranges with their own global scale in NVFP4, `dtype` that of a plain tensor.
+    """
+    match node, weight:
+        case ("mxfp4", MXFP4()) | ("nvfp4", NVFP4()):
+            return weight
+        case "plain", Tensor():
+            return weight.to(dtype)
+        case "plain", _:
+            return _stack(weight, lambda one: dequantise(one, dtype))
+        case "mxfp4", _:
+            return _stack(weight, lambda one: quantise_mxfp4(dequantise(one, torch.float32)))
+        case "nvfp4", _:
+            return _stack(weight, lambda one: quantise_nvfp4(dequantise(one, torch.float32), parts))
 
 
 def _stack(weight: Weight, fn: Callable[[Weight], Packed]) -> Packed:

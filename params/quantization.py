@@ -104,3 +104,35 @@ def _problems_of(where: str, found: object, method: str | None, packed: list[str
     if alien and not problems:
         problems.append(f"{where} says {stored_as}, but there are tensors in {', '.join(alien)}")
     return problems
+
+
+def quark_config(exclude: list[str]) -> Object:
+    """The `quantization_config` of a Quark checkpoint that packs all modules but these.
+
+    It declares what the published one does, weights and activations in MXFP4; readers choose to keep activations wide.
+    """
+    scheme = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {
+            "weight": {**scheme, "is_dynamic": False},
+            "input_tensors": {**scheme, "is_dynamic": True},
+            "output_tensors": None,
+            "bias": None,
+        },
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "exclude": exclude,
+        "export": {"kv_cache_group": [], "pack_method": "reorder"},
+    }
+
+
+def modelopt_config(exclude: list[str]) -> Object:
+    """The `quantization_config` of a modelopt checkpoint that packs all modules but these."""
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": exclude,
+    }
