@@ -120,7 +120,7 @@ def _choose(
     """The next token of every row as an event, and the rows that go on."""
     mine = Draw(*(part[[r.row for r in rows]] for part in draw))
     pos = torch.tensor(positions, device=logits_BV.device)
-    usable = model.tokenizer.vocab_size if model.tokenizer else None
+    usable = len(model.tokenizer) if model.tokenizer else None
     chosen = sample(logits_BV, mine, pos, usable=usable, filtered=settings.sampling.is_filtered).tolist()
     events: list[Token] = []
     going: list[_Row] = []
