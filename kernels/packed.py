@@ -14,6 +14,7 @@ from torch import Tensor
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0..7; codes 8..15 are their negatives, 8 is -0
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+MXFP4_MAX = 6.0 * 2.0**125
 MXFP4_BLOCK = 32
 NVFP4_BLOCK = 16
 
@@ -68,13 +69,14 @@ def e8m0(scales: Tensor) -> Tensor:
 def dequantise(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The matrix [..., out, in] that a weight stands for, in `dtype`.
 
-    MXFP4 is exact in float32 and bfloat16. NVFP4 multiplies code by block scale first (exact in bfloat16), then by the
-    global scale in float32, then rounds once to `dtype`.
+    MXFP4 is exact in float32 and bfloat16, whose exponents reach as far as its own; float16 is rounded once. NVFP4
+    multiplies code by block scale first (exact in bfloat16), then by the global scale in float32, then rounds once.
     """
     match weight:
         case MXFP4(codes, scales):
-            values = unpack(codes, dtype).unflatten(-1, (scales.shape[-1], -1))
-            return (values * e8m0(scales).to(dtype).unsqueeze(-1)).flatten(-2)
+            wide = torch.float32 if dtype == torch.float16 else dtype
+            values = unpack(codes, wide).unflatten(-1, (scales.shape[-1], -1))
+            return (values * e8m0(scales).to(wide).unsqueeze(-1)).flatten(-2).to(dtype)
         case NVFP4(codes, scales, global_scale):
             values = unpack(codes, torch.float32).unflatten(-1, (scales.shape[-1], -1))
             blocks = (values * scales.float().unsqueeze(-1)).flatten(-2)
@@ -99,9 +101,10 @@ def pack(values: Tensor) -> Tensor:
 def quantise_mxfp4(weight: Tensor) -> MXFP4:
     """float [..., out, in] -> MXFP4 by Quark's block rule: the exponent of the block maximum, rounded up from 1.75.
 
-    Raises ValueError if `in` is no multiple of 32 or a value is not finite.
+    Values above MXFP4_MAX saturate: the next value up is no finite float32. Raises ValueError if `in` is no multiple of
+    32 or a value is not finite.
     """
-    blocks = _blocks(weight, MXFP4_BLOCK, "MXFP4")
+    blocks = _blocks(weight, MXFP4_BLOCK, "MXFP4").clamp(-MXFP4_MAX, MXFP4_MAX)
     bits = blocks.abs().amax(-1).view(torch.int32)
     exponent = ((bits + 0x0020_0000) >> 23) - 127 - 2
     exponent = exponent.clamp(-127, 127)
@@ -117,7 +120,9 @@ def quantise_nvfp4(weight: Tensor, parts: int = 1) -> NVFP4:
     blocks = _blocks(weight, NVFP4_BLOCK, "NVFP4")
     halves = blocks.unflatten(-3, (parts, -1))  # [..., P, out/P, in/16, 16]
     amax = halves.abs().amax((-3, -2, -1))
-    global_scale = torch.where(amax > 0, amax / (E2M1_MAX * E4M3_MAX), 1.0)
+    global_scale = amax / (E2M1_MAX * E4M3_MAX)
+    # Below this its products with block scales are subnormal or 0; such weights become 0.
+    global_scale = torch.where(global_scale >= 2.0**-117, global_scale, 1.0)
     g = global_scale[..., None, None]
     scale = (halves.abs().amax(-1) / (E2M1_MAX * g)).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
     codes = pack(halves / (scale.float() * g).unsqueeze(-1))

@@ -59,7 +59,7 @@ class Config:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        from_end = [self.layers - 1 - i for i in range(self.layers if is_size(self.layers) else 0)]
+        from_end = [self.layers - 1 - i for i in range(self.layers if problem_of_size(self, "layers") == "" else 0)]
         derived = {
             "layer_types": tuple("sliding_attention" if n % 4 else "full_attention" for n in from_end),
             "layer_rope_theta": tuple(self.rope_theta if n % 4 else 0.0 for n in from_end),
@@ -154,10 +154,20 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
+# Far beyond any model, and small enough that a hostile file cannot make lists of layers or experts fill the memory.
+LIMITS = {"layers": 1024, "experts": 4096}
+
+
+def problem_of_size(config: Config, name: str) -> str:
+    """Why this field is no size; empty if it is one."""
+    value, limit = getattr(config, name), LIMITS.get(name, 2**31 - 1)
+    return "" if is_size(value) and value <= limit else f"{name} is {value!r}: must be a whole number from 1 to {limit}"
+
+
 def problems_of(config: Config) -> list[str]:
     """Every reason why this config cannot be run, as sentences."""
     typed = [(f.name, f.type, getattr(config, f.name)) for f in fields(config)]
-    problems = [f"{n} is {v!r}: must be a whole number above 0" for n, t, v in typed if t is int and not is_size(v)]
+    problems = [problem for n, t, _ in typed if t is int and (problem := problem_of_size(config, n))]
     problems += [f"{n} is {v!r}: must be a finite number" for n, t, v in typed if t is float and not is_number(v)]
     if problems:
         return problems
@@ -210,7 +220,7 @@ def read_json(source: "str | Path | dict[str, Any]") -> dict[str, Any]:
         found: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON ({error})") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: must hold a JSON object")

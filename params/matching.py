@@ -22,9 +22,9 @@ from muse_fn.params.formats import (
 )
 from muse_fn.params.safetensors_header import Stored
 from muse_fn.params.schema import ROWS, Leaf, leaves, shape_of
+from muse_fn.params.towers import PREFIXES as TOWER_PREFIXES
 
-# Tensors that this text decoder has no use for: the towers, and leftovers that other readers skip too.
-TOWERS = ("model.vision_tower.", "model.vision_adapter.", "model.vision_projection.", "model.audio_tower.")
+# Beside the towers, tensors that this decoder has no use for: other readers skip them too.
 LEFTOVERS = (
     "rotary_emb",
     "num_tokens_per_expert",
@@ -118,7 +118,7 @@ def match(config: Config, stored: Mapping[str, Stored]) -> tuple[Match, tuple[st
         head = Leaf(row, None, row.path, row.name, shape_of(row, config))
         result.head_copy = _match_leaf(head, stored, result) if head.name in stored else None
     rest = [tensor for name, tensor in stored.items() if name not in result.claimed]
-    skipped = tuple(t.name for t in rest if t.name.startswith(TOWERS) or any(w in t.name for w in LEFTOVERS))
+    skipped = tuple(t.name for t in rest if t.name.startswith(TOWER_PREFIXES) or any(w in t.name for w in LEFTOVERS))
     unknown = {t.name for t in rest}.difference(skipped)
     result.problems += [f"{stored[name]}: unknown tensor" for name in sorted(unknown)]
     return result, skipped

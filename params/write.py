@@ -16,13 +16,14 @@ from muse_fn.kernels.packed import Weight, logical_shape
 from muse_fn.params.checkpoint import INDEX, SINGLE
 from muse_fn.params.config import Config
 from muse_fn.params.formats import FORMATS, Format, Part, Shape, Spelling, allowed_shapes
-from muse_fn.params.matching import TOWERS, Matrix, matrices_of
+from muse_fn.params.matching import Matrix, matrices_of
 from muse_fn.params.quantise import check_widths, is_packable, to_node
 from muse_fn.params.quantization import HF_QUANT, modelopt_config, quark_config
 from muse_fn.params.read import DTYPES, Progress
 from muse_fn.params.replace import replacing
 from muse_fn.params.safetensors_header import BITS, header_bytes
 from muse_fn.params.schema import Leaf, leaves
+from muse_fn.params.towers import PREFIXES as TOWER_PREFIXES
 from muse_fn.params.tree import Params, map_tensors, named
 
 SHARD_BYTES = 5_000_000_000
@@ -238,7 +239,7 @@ def _excluded(config: Config) -> list[str]:
             modules[leaf.name.rpartition(".")[0]] = None
         elif not leaf.row.each and len(leaf.shape) > 1:
             modules[leaf.row.name.replace("{i}", "*").removesuffix(".weight")] = None
-    return [*modules, *(f"{prefix}*" for prefix in TOWERS)]
+    return [*modules, *(f"{prefix}*" for prefix in TOWER_PREFIXES)]
 
 
 TINY_VISION = {
