@@ -17,7 +17,7 @@ ROUTE_EPS = 1e-15
 class Routes(NamedTuple):
     """Which experts each token takes, and how much of each."""
 
-    idx_TR: Tensor  # int64
+    idx_TR: Tensor  # int64, ascending
     weight_TR: Tensor  # float32, sums to routed_scaling_factor
 
 
@@ -27,8 +27,10 @@ def route(p: Router, m_TH: Tensor, config: Config) -> Routes:
     scores = torch.sigmoid(logits)
     idx = torch.topk(scores + p.bias, config.top_k, dim=-1, sorted=False).indices
     weight = scores.gather(-1, idx)
-    weight = weight / (weight.sum(-1, keepdim=True) + ROUTE_EPS)
-    return Routes(idx, weight * config.routed_scaling_factor)
+    weight = weight / (weight.sum(-1, keepdim=True) + ROUTE_EPS) * config.routed_scaling_factor
+    # Rows are added by ascending expert id, the published model's order, whatever order topk found them in.
+    idx, order = idx.sort(-1)
+    return Routes(idx, weight.gather(-1, order))
 
 
 def squeeze(p: MoE, m_TH: Tensor, config: Config, ops: Ops) -> Tensor:
