@@ -1,0 +1,25 @@
+"""Strictness for the whole suite. Warnings are errors by pyproject.toml."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Examples are few, each is a small model; a deadline would only measure what else the machine is doing.
+settings.register_profile(
+    "house",
+    deadline=None,
+    max_examples=20,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("house")
+
+torch.set_num_threads(1)  # one order of summation, and tiny tensors gain nothing from more
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same random state."""
+    torch.manual_seed(0)
