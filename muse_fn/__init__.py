@@ -8,9 +8,9 @@ The public names of the house; everything else may move. Start with `load` and `
 """
 
 from muse_fn.decoder import forward as forward
-from muse_fn.generate import Settings as Settings
-from muse_fn.generate import generate as generate
-from muse_fn.generate import score as score
+from muse_fn.generation import Settings as Settings
+from muse_fn.generation import generate as generate
+from muse_fn.generation import score as score
 from muse_fn.kvcache.cache import KVCache as KVCache
 from muse_fn.kvcache.cache import View as View
 from muse_fn.kvcache.cache import init_cache as init_cache
