@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muse_fn.params.config import Config
 from muse_fn.params.init import init_params
-from muse_fn.params.tree import Params, map_tensors
+from muse_fn.params.tree import Params, map_tensors, named, tensors
 from muse_fn.params.write import write_checkpoint
 
 # Layers 1 and 2 are the inner ones, whose experts the 4-bit layouts pack.
@@ -79,3 +79,21 @@ def edit_json(folder: Path, edit: Callable[[dict[str, Any]], object], file: str 
     content = json.loads((folder / file).read_text())
     edit(content)
     (folder / file).write_text(json.dumps(content))
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in order, which compare equal for NaN too."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def equal(a: object, b: object) -> bool:
+    """Whether two trees, or dictionaries of trees, have the same structure, dtypes, shapes and bytes."""
+
+    def same(x: Tensor, y: Tensor) -> bool:
+        return x.dtype == y.dtype and x.shape == y.shape and torch.equal(raw_bytes(x), raw_bytes(y))
+
+    ours, theirs = named(a), named(b)
+    pairs = [(ours[path], theirs.get(path)) for path in ours]
+    if list(ours) != list(theirs) or any(type(x) is not type(y) for x, y in pairs):
+        return False
+    return all(same(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
