@@ -22,7 +22,7 @@ class Ops:
 
 
 REFERENCE = Ops(reference.linear, reference.attend, reference.expert_rows, "plain PyTorch: the meaning of each op")
-EAGER = Ops(reference.linear, cpu.attend, cpu.expert_rows, "routes sorted by expert, fused attention")
+EAGER = Ops(cpu.linear, cpu.attend, cpu.expert_rows, "weights on the left, routes sorted by expert, fused attention")
 
 
 def select(where: device) -> Ops:

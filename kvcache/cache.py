@@ -80,6 +80,9 @@ def _places(view: View, length: int, block_size: int) -> Tensor:
 
 def context(kv: KVCache, layer: int, view: View, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values [B, S, K, D] of every sequence in order of position, and the positions [B, S], -1 where empty."""
-    k, v = (side[layer][view.table_BN].flatten(1, 2).to(dtype) for side in (kv.k, kv.v))
+    blocks, batch = view.table_BN.flatten(), view.table_BN.shape[0]
+    # index_select copies whole blocks; indexing with the table goes element by element, four times slower on a CPU.
+    k, v = (side[layer].index_select(0, blocks).unflatten(0, (batch, -1)).flatten(1, 2) for side in (kv.k, kv.v))
+    k, v = k.to(dtype), v.to(dtype)
     place = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
     return k, v, torch.where(place < (view.past_B + view.count_B)[:, None], place, -1)

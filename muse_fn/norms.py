@@ -7,6 +7,7 @@ float32; the matrix product that follows rounds once, to its weight's dtype.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 RESIDUAL_GATE_FLOOR = 1e-3
@@ -26,14 +27,12 @@ def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def centred_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * (1 + weight), the weight near 0."""
-    x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1.0 + weight.float())
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps) * (1.0 + weight.float())
 
 
 def input_scaled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y / rms(y) with y = x * (1 + weight): the scale acts before the mean square, so only its shape counts."""
-    y = x.float() * (1.0 + weight.float())
-    return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return F.rms_norm(x.float() * (1.0 + weight.float()), x.shape[-1:], eps=eps)
 
 
 def residual_gate(residual: Tensor, branch: Tensor, gate: Tensor, temperature: float) -> Tensor:
