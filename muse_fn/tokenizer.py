@@ -4,6 +4,7 @@ Text and control tokens are two kinds: `encode` takes ordinary text and cannot y
 spells; a control token enters a prompt only as a `Control` piece. Source: the `tokenizers` file format.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -39,9 +40,9 @@ class Control:
 Piece: TypeAlias = Text | Control
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tokenizer:
-    """A loaded tokenizer folder; nothing in it changes.
+    """A loaded tokenizer folder; nothing in it changes, so it is compared and hashed by identity.
 
     `controls` maps every added token (special or not) to its id; `bytes_of[id]` is what the id stands for, None for
     an id without a token; `stop_ids` end a generation; `chat_template` is the folder's Jinja text, if it has one.
@@ -117,6 +118,12 @@ class Tokenizer:
             pieces.append(Control(self.names[token]))
             run = b""
         return [*pieces, Text(run.decode("utf-8", errors="replace"))] if run else pieces
+
+
+def whole_characters(data: bytes) -> tuple[str, bytes]:
+    """The text of all whole characters, and the bytes of one that is still coming; what can never be one is U+FFFD."""
+    text, used = codecs.utf_8_decode(data, "replace", False)
+    return text, data[used:]
 
 
 def check_text(text: str, where: str = "text") -> None:

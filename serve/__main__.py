@@ -1,0 +1,36 @@
+"""The command line: `muse-fn generate | chat | score | inspect`. Built with Muse Spark Open."""
+
+import sys
+
+import typer
+
+from muse_fn.serve.chatting import chat
+from muse_fn.serve.generating import generate
+from muse_fn.serve.inspect import inspect
+from muse_fn.serve.options import BANNER, err
+from muse_fn.serve.score import score
+
+app = typer.Typer(
+    help=f"Muse Spark Open as pure functions. {BANNER}.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (generate, chat, score, inspect):
+    app.command()(command)
+
+
+def main() -> None:
+    """Runs a command; an error is one message on standard error and exit code 1, a wrong option exit code 2."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

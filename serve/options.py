@@ -1,0 +1,97 @@
+"""Options that several commands share, and how a command opens its model."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from muse_fn.load import Model, load
+from muse_fn.tokenizer import Json as TokenizerJson
+
+BANNER = "muse-fn · Built with Muse Spark Open"
+EMBEDDED = Path(__file__).resolve().parent.parent / "nano"
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False)
+
+
+class Dtype(StrEnum):
+    """Dtype of the plain parameters; `stored` keeps each tensor as the checkpoint has it."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    stored = "stored"
+
+
+class Quantize(StrEnum):
+    """Formats that experts can be packed to while loading."""
+
+    mxfp4 = "mxfp4"
+
+
+DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dtype.stored: None}
+
+ModelDir = Annotated[Path | None, typer.Option("--model", help="Checkpoint folder. Default: the embedded nano model.")]
+Device = Annotated[str, typer.Option("--device", help="Torch device, such as cpu or cuda.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of plain parameters.")]
+QuantizeOption = Annotated[
+    Quantize | None, typer.Option("--quantize", help="Pack the inner layers' experts while loading.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output and nothing else.")]
+
+
+def open_model(path: Path | None, device: str, dtype: Dtype, quantize: Quantize | None, quiet: bool) -> Model:
+    """Loads a checkpoint with a progress bar on standard error; the embedded one when `path` is None."""
+    if not quiet:
+        err.print(f"[dim]{BANNER}[/dim]")
+    check_device(device)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=quiet) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"loading {what[-40:]}")
+
+        return load(
+            path or EMBEDDED,
+            device=device,
+            dtype=DTYPES[dtype],
+            quantize=quantize.value if quantize else None,
+            progress=progress,
+        )
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError naming --device when this machine has no such device."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {device}: not available here ({reason})") from error
+
+
+MaxNew = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens of one answer.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Keep this many likeliest tokens; 0 or -1 keeps all.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability; 1 keeps all.")]
+MinP = Annotated[float, typer.Option("--min-p", help="Keep tokens at least this likely relative to the likeliest.")]
+Seed = Annotated[int, typer.Option("--seed", help="Same seed, same answer.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be given several times.")]
+System = Annotated[str | None, typer.Option("--system", help="System message.")]
+Effort = Annotated[str | None, typer.Option("--effort", help="Reasoning effort, as the template knows it.")]
+Tools = Annotated[Path | None, typer.Option("--tools", help="JSON file with a list of tools, OpenAI's shape.")]
+
+
+def read_tools(path: Path | None) -> TokenizerJson:
+    """The parsed tools file; checked later, against the same rules as a request's tools."""
+    if path is None:
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--tools {path}: not JSON ({error})") from error
