@@ -1,0 +1,1 @@
+"""How the embedded checkpoint was made: synthetic data, tokenizer, training, evaluation. Not part of the wheel."""
