@@ -32,8 +32,8 @@ CORPUS = (
 )
 
 
-def build(folder: Path, vocabulary: int = 420, template: str | None = None) -> Path:
-    """Write a tokenizer folder: tokenizer.json and the small files around it. Returns the folder."""
+def build(folder: Path, vocabulary: int = 420, template: str | None = None, more: tuple[str, ...] = ()) -> Path:
+    """Write a tokenizer folder: tokenizer.json and the small files around it; `more` are further control tokens."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +41,7 @@ def build(folder: Path, vocabulary: int = 420, template: str | None = None) -> P
         vocab_size=vocabulary, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator([*CORPUS] * 4, trainer)
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CONTROLS])
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CONTROLS + more])
     bos = tokenizer.token_to_id("<|begin_of_text|>")
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", bos)]
