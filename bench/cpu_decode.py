@@ -242,7 +242,7 @@ def measure(model: Any, params: Params, config: Config, case: Case, args: argpar
 
 
 HEADER = (
-    "| case | ours, tokens/s (best) | transformers (best) | ratio (best) | ours, ms | floor, ms | over floor | achieved |",
+    "| case | ours, tokens/s (best) | transformers (best) | ratio (best) | ours, ms | floor, ms | / floor | achieved |",
     "|---|---|---|---|---|---|---|---|",
 )
 

@@ -15,6 +15,8 @@ from muse_fn.kernels import reference
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise
 
 TILE_BYTES = 64 << 20  # bound on what attention keeps for one tile of queries, whatever the context length
+WEIGHT_ROWS = 32  # up to here reading an expert's weights costs more than its rows
+PADDING = 1.6  # one product over all experts instead of two for each touched: worth this much more work
 FEW_ROWS = 64  # up to here W xᵀ and its transposition back cost less than x Wᵀ
 
 
@@ -49,14 +51,33 @@ def _fused(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_p
 
 
 def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
-    """reference.expert_rows with the routes sorted by expert: one pair of products per touched expert."""
+    """reference.expert_rows with the routes sorted by expert: one pair of products per touched expert, or for all."""
     routes = idx_TR.flatten()
     order = routes.argsort(stable=True)
-    counts = torch.bincount(routes, minlength=_experts(gate_up_EFM)).tolist()
-    rows = u_TM.index_select(0, order // idx_TR.shape[-1]).split(counts)
-    outs = [_expert(x, _pick(gate_up_EFM, e), _pick(down_EMF, e)) for e, x in enumerate(rows) if counts[e]]
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return torch.cat(outs).index_select(0, back).unflatten(0, idx_TR.shape)
+    counts = torch.bincount(routes, minlength=_experts(gate_up_EFM))
+    rows, sizes = u_TM.index_select(0, order // idx_TR.shape[-1]), counts.tolist()
+    place = torch.arange(len(order), device=order.device)  # where each row's result will be
+    if isinstance(gate_up_EFM, Tensor) and isinstance(down_EMF, Tensor) and _even(sizes, u_TM.dtype):
+        expert = routes[order]
+        place = place - (counts.cumsum(0) - counts)[expert] + expert * max(sizes)
+        padded = u_TM.new_zeros(len(sizes) * max(sizes), u_TM.shape[-1]).index_copy(0, place, rows)
+        out = _all_experts(padded.unflatten(0, (len(sizes), -1)), gate_up_EFM, down_EMF).flatten(0, 1)
+    else:
+        split = enumerate(rows.split(sizes))
+        out = torch.cat([_expert(x, _pick(gate_up_EFM, e), _pick(down_EMF, e)) for e, x in split if sizes[e]])
+    back = torch.empty_like(order).scatter_(0, order, place)
+    return out.index_select(0, back).unflatten(0, idx_TR.shape)
+
+
+def _even(sizes: list[int], dtype: torch.dtype) -> bool:
+    """Whether one product over all experts, padded to the longest, costs little more than one for each touched."""
+    padded = len(sizes) * max(*sizes, WEIGHT_ROWS)
+    return dtype == torch.bfloat16 and padded <= PADDING * sum(max(n, WEIGHT_ROWS) for n in sizes if n)
+
+
+def _all_experts(x_ECM: Tensor, gate_up_EFM: Tensor, down_EMF: Tensor) -> Tensor:
+    gate, up = torch.bmm(gate_up_EFM, x_ECM.mT).chunk(2, 1)
+    return torch.bmm(down_EMF, F.silu(gate) * up).mT
 
 
 def _expert(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:

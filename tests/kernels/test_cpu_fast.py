@@ -58,13 +58,16 @@ def test_linear_has_the_reference_gradient(rows: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 40])
 @pytest.mark.parametrize("form", PACK)
-def test_experts_are_the_reference(tokens: int, form: str) -> None:
+@pytest.mark.parametrize("skewed", [False, True])
+def test_experts_are_the_reference(tokens: int, form: str, skewed: bool) -> None:
     experts, routes, latent, inner = 6, 3, 64, 32
     pack = PACK[form]
     gate_up = pack(draw(experts, 2 * inner, latent, seed=3) / latent**0.5)
     down = pack(draw(experts, latent, inner, seed=4) / inner**0.5)
     u = draw(tokens, latent)
     idx = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(5)).argsort(-1)[:, :routes]
+    if skewed:
+        idx = idx * 0 + torch.arange(routes)
     ours, want = (f(u, idx, gate_up, down) for f in (cpu.expert_rows, reference.expert_rows))
     torch.testing.assert_close(ours, want, rtol=2**-5, atol=2**-6)
 
