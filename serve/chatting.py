@@ -116,23 +116,31 @@ def _streamed(model: Model, request: Request, settings: Settings) -> Message:
     state, events, run = begin(request.tools), list[Event](), b""
     for token in stream(model, [request.ids], settings):
         if (name := tokenizer.names.get(token.token)) is None:
-            run += tokenizer.token_bytes(token.token)
-            text, run = whole_characters(run)
+            text, run = whole_characters(run + tokenizer.token_bytes(token.token))
             state, more = feed(state, Text(text))
         else:
             state, more = feed(state, Control(name))
             run = b""
-        events += more
-        _print(more)
+        _print_all(more, events)
     state, more = finish(state)
-    _print(more)
+    _print_all(more, events)
     out.print()
-    return collect([*events, *more], state.damaged)
+    return collect(events, state.damaged)
 
 
-def _print(events: list[Event]) -> None:
-    for event in events:
-        if isinstance(event, Delta):
-            out.print(event.text, end="", style="dim" if event.kind == "reasoning" else None, markup=False)
-        else:
-            out.print(f"\n→ {event.name} {event.arguments}", style="cyan", markup=False)
+def _print_all(more: list[Event], events: list[Event]) -> None:
+    """Prints events and adds them to those so far."""
+    for event in more:
+        _print(event, events[-1] if events else None)
+        events.append(event)
+
+
+def _print(event: Event, before: Event | None) -> None:
+    """One event; a new channel or a call begins on a new line."""
+    kinds = [e.kind if isinstance(e, Delta) else "call" for e in (event, before) if e]
+    if kinds[1:] and (kinds[0] != kinds[1] or kinds[0] == "call"):
+        out.print()
+    if isinstance(event, Delta):
+        out.print(event.text, end="", style="dim" if event.kind == "reasoning" else None, markup=False)
+    else:
+        out.print(f"→ {event.name} {event.arguments}", end="", style="cyan", markup=False)

@@ -2,6 +2,7 @@
 
 import json
 from enum import StrEnum
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from muse_fn.load import Model, load
 from muse_fn.tokenizer import Json as TokenizerJson
 
 BANNER = "muse-fn · Built with Muse Spark Open"
-EMBEDDED = Path(__file__).resolve().parent.parent / "nano"
+EMBEDDED = Path(str(files("muse_fn"))) / "nano"
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False)
