@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from muse_fn.kvcache.cache import KVCache, blocks_for, init_cache
-from muse_fn.params.config import Config, LayerType, MlpType
+from muse_fn.params.config import Config, LayerType
 from muse_fn.params.schema import Leaf, leaves, sparse_layers
 from muse_fn.params.tree import Params, from_named, map_tensors, tensors
 
@@ -42,9 +42,10 @@ def configs(draw: st.DrawFn, max_layers: int = 3, **fixed: Any) -> Config:
     """Configs of every shape that the equations allow, small; `fixed` fields are kept."""
     layers = fixed.pop("layers", None) or draw(st.integers(1, max_layers))
     kv_heads, experts = draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    each = {"min_size": layers, "max_size": layers}
-    types: list[LayerType] = [SLIDING, FULL]
-    mlps: list[MlpType] = ["sparse", "sparse", "dense"]
+
+    def each(*values: object) -> tuple[Any, ...]:
+        return tuple(draw(st.lists(st.sampled_from(values), min_size=layers, max_size=layers)))
+
     drawn: dict[str, Any] = {
         "hidden_size": draw(st.integers(3, 20)),
         "layers": layers,
@@ -62,9 +63,9 @@ def configs(draw: st.DrawFn, max_layers: int = 3, **fixed: Any) -> Config:
         "qk_scale_factor": draw(st.sampled_from([0.5, 5.4730064863875])),
         "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
         "soft_cap": draw(st.sampled_from([0.0, 5.0, 20.0])),
-        "layer_types": tuple(draw(st.lists(st.sampled_from(types), **each))),
-        "layer_rope_theta": tuple(draw(st.lists(st.sampled_from([0.0, 5e5]), **each))),
-        "mlp_layer_types": tuple(draw(st.lists(st.sampled_from(mlps), **each))),
+        "layer_types": each(SLIDING, FULL),
+        "layer_rope_theta": each(0.0, 5e5),
+        "mlp_layer_types": each("sparse", "sparse", "dense"),
     }
     return replace(SMALL, **{**drawn, **fixed})
 

@@ -51,7 +51,9 @@ def build(
         out_hidden_size=16,
         projector_hidden_size=16,
     )
-    model = MuseSparkForConditionalGeneration._from_config(config, **EAGER).eval()
+    model = MuseSparkForConditionalGeneration(config).eval()
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
