@@ -1,0 +1,219 @@
+"""Steps over a cache: however a sequence is cut into steps and blocks, the logits are those of the forward pass."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from muse_fn.decoder import forward
+from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
+from muse_fn.params.config import Config
+from muse_fn.params.tree import Params, map_tensors
+from muse_fn.sharding.mesh import Mesh
+from muse_fn.step import advance, decode, prefill
+from tests.models import (
+    SEEDS,
+    SMALL,
+    close,
+    configs,
+    far,
+    random_params,
+    random_tokens,
+    scattered_cache,
+    snapshot,
+    unchanged,
+)
+
+LENGTH = 13
+
+
+class Run(NamedTuple):
+    """Sequences on their way through steps: which tokens, how far each is, and what every position's logits were."""
+
+    params: Params
+    config: Config
+    tokens: Tensor
+    kv: KVCache
+    table: Tensor
+    done: list[int]
+    logits: list[list[Tensor]]
+
+
+def start(config: Config, seed: int, batch: int, block: int) -> Run:
+    params, tokens = random_params(config, seed), random_tokens(config, seed, batch, LENGTH)
+    kv, table = scattered_cache(config, batch, LENGTH, block, seed)
+    return Run(params, config, tokens, kv, table, [0] * batch, [[] for _ in range(batch)])
+
+
+@torch.no_grad()
+def step(run: Run, counts: list[int], width: int, seed: int = 0, decoding: bool = False) -> Run:
+    """One step in which row b reads its next counts[b] tokens, columns beyond them filled with random ids."""
+    tokens = random_tokens(run.config, seed, len(counts), width)
+    for row, (count, done) in enumerate(zip(counts, run.done, strict=True)):
+        tokens[row, :count] = run.tokens[row, done : done + count]
+    view = View(run.table, torch.tensor(run.done), torch.tensor(counts))
+    if decoding:
+        out, kv = decode(run.params, tokens, run.kv, view, run.config)
+    else:
+        out, kv = prefill(run.params, tokens, run.kv, view, run.config, all_logits=True)
+    found = [[*old, *rows[:count]] for old, rows, count in zip(run.logits, out, counts, strict=True)]
+    return run._replace(kv=kv, done=[d + c for d, c in zip(run.done, counts, strict=True)], logits=found)
+
+
+def same_as_forward(run: Run, tolerance: float = 1e-5) -> None:
+    with torch.no_grad():
+        expected = forward(run.params, run.tokens, run.config)
+    for row, found in enumerate(run.logits):
+        close(torch.stack(found), expected[row, : len(found)], tolerance)
+
+
+@given(configs(), SEEDS, st.integers(1, 5), st.data())
+def test_any_cutting_of_ragged_rows_equals_the_forward_pass(
+    config: Config, seed: int, block: int, data: st.DataObject
+) -> None:
+    """Chunks of any length for each row, padded to any width, then decode steps of one or several tokens."""
+    run = start(config, seed, data.draw(st.integers(1, 3)), block)
+    while min(run.done) < LENGTH:
+        left = [LENGTH - done for done in run.done]
+        counts = [data.draw(st.integers(min(1, n), min(n, 6))) for n in left]
+        rubbish = data.draw(st.integers(0, 2))
+        decoding = data.draw(st.booleans())
+        run = step(run, counts, max(counts) + rubbish, seed + 1, decoding)
+    same_as_forward(run)
+
+
+@given(configs(), SEEDS)
+def test_one_token_at_a_time(config: Config, seed: int) -> None:
+    run = step(start(config, seed, 2, 4), [5, 3], 5)
+    for _ in range(LENGTH - 5):
+        run = step(run, [1, 1], 1, decoding=True)
+    same_as_forward(run)
+
+
+@given(configs(), SEEDS, st.integers(1, 5), st.integers(0, 3))
+def test_blocks_and_their_order_do_not_matter(config: Config, seed: int, block: int, spare: int) -> None:
+    """The same steps over scattered blocks full of rubbish, over consecutive ones, and with unused columns."""
+    scattered = start(config, seed, 2, block)
+    table = own_blocks(2, LENGTH, LENGTH)
+    plain = scattered._replace(kv=init_cache(config, 3, LENGTH), table=table)
+    wide = scattered._replace(table=torch.cat([scattered.table, torch.zeros(2, spare, dtype=torch.int64)], 1))
+    wide = wide._replace(kv=map_tensors(torch.clone, scattered.kv))
+    results: list[Tensor] = []
+    for run in (scattered, plain, wide):
+        run = step(run, [7, 4], 8)
+        run = step(run, [3, 3], 3, decoding=True)
+        results.append(torch.cat([torch.stack(rows) for rows in run.logits]))
+    close(results[1], results[0], 1e-5)
+    close(results[2], results[0], 1e-5)
+
+
+@given(configs(), SEEDS)
+def test_padding_and_neighbours_do_not_matter(config: Config, seed: int) -> None:
+    run = start(config, seed, 3, 4)
+    one = step(run._replace(kv=map_tensors(torch.clone, run.kv)), [2, 6, 4], 6, seed=1)
+    other_tokens = run.tokens.clone()
+    other_tokens[::2] = random_tokens(config, seed + 5, 2, LENGTH)
+    other = step(run._replace(tokens=other_tokens), [3, 6, 1], 9, seed=2)
+    close(torch.stack(other.logits[1]), torch.stack(one.logits[1]), 1e-5)
+
+
+@given(configs(), SEEDS)
+def test_prefill_gives_the_last_real_column(config: Config, seed: int) -> None:
+    params, tokens = random_params(config, seed), random_tokens(config, seed, 3, 6)
+    counts = torch.tensor([1, 6, 4])
+    view = View(own_blocks(3, 6, 4), torch.zeros(3, dtype=torch.int64), counts)
+    with torch.no_grad():
+        last, _ = prefill(params, tokens, init_cache(config, 7, 4), view, config)
+        every, _ = prefill(params, tokens, init_cache(config, 7, 4), view, config, all_logits=True)
+        expected = forward(params, tokens, config)
+    assert last.shape == (3, config.vocab_size)
+    assert last.dtype == every.dtype == torch.float32
+    assert every.shape == (3, 6, config.vocab_size)
+    for row, count in enumerate(counts.tolist()):
+        close(last[row], expected[row, count - 1])
+        close(every[row, :count], expected[row, :count])
+
+
+def test_only_the_cache_is_consumed() -> None:
+    run = start(SMALL, 0, 2, 4)
+    view = View(run.table, torch.tensor([0, 0]), torch.tensor([5, 3]))
+    tokens = run.tokens[:, :5]
+    before = snapshot((run.params, tokens, view))
+    _, kv = prefill(run.params, tokens, run.kv, view, SMALL)
+    view_2 = advance(view)
+    _, kv = decode(run.params, tokens[:, :1], kv, view_2, SMALL)
+    unchanged((run.params, tokens, view), before)
+
+
+def test_a_step_writes_its_rows_and_no_others() -> None:
+    run = step(start(SMALL, 0, 2, 4), [6, 5], 6)
+    before = map_tensors(torch.clone, run.kv)
+    after = step(run, [1, 1], 1, decoding=True).kv
+    places = [run.table[0, 1] * 4 + 2, run.table[1, 1] * 4 + 1]
+    for old, new in zip((*before.k, *before.v), (*after.k, *after.v), strict=True):
+        changed = (old != new).flatten(0, 1).any(-1).any(-1).nonzero().flatten()
+        assert sorted(changed.tolist()) == sorted(int(p) for p in places)
+
+
+def test_a_bfloat16_cache_rounds_keys_and_values_once() -> None:
+    run = start(SMALL, 0, 2, 4)
+    narrow = run._replace(kv=map_tensors(torch.Tensor.bfloat16, run.kv))
+    for _ in range(3):
+        narrow = step(narrow, [3, 2], 3)
+    assert all(x.dtype == torch.bfloat16 for x in (*narrow.kv.k, *narrow.kv.v))
+    same_as_forward(narrow, 0.03)
+    with pytest.raises(AssertionError, match="above"):
+        same_as_forward(narrow, 1e-4)
+
+
+def test_rows_without_new_tokens_are_harmless() -> None:
+    """A decode step may hold places for sequences that are not there: no blocks, nothing past, nothing new."""
+    run = step(start(SMALL, 0, 1, 4), [5], 5)
+    alone = step(run._replace(kv=map_tensors(torch.clone, run.kv)), [1], 1, decoding=True)
+    table = torch.cat([run.table, torch.zeros_like(run.table)])
+    view = View(table, torch.tensor([5, 0]), torch.tensor([1, 0]))
+    with torch.no_grad():
+        out, kv = decode(run.params, run.tokens[[0, 0], 5:6], run.kv, view, SMALL)
+    close(out[0, 0], alone.logits[0][5])
+    assert out.isfinite().all()
+    for mine, other in zip((*kv.k, *kv.v), (*alone.kv.k, *alone.kv.v), strict=True):
+        close(mine[1:], other[1:])
+
+
+def test_advance_moves_new_positions_into_the_past() -> None:
+    view = View(own_blocks(2, 9, 4), torch.tensor([3, 0]), torch.tensor([2, 4]))
+    once = advance(view)
+    assert once.past_B.tolist() == [5, 4]
+    assert once.count_B.tolist() == [1, 1]
+    assert advance(view, 3).count_B.tolist() == [3, 3]
+    assert advance(view, torch.tensor([2, 1])).count_B.tolist() == [2, 1]
+    assert torch.equal(once.table_BN, view.table_BN)
+    assert all(part.dtype == torch.int64 for part in once)
+    assert view.past_B.tolist() == [3, 0], "the old view is as it was"
+
+
+def test_the_window_holds_over_steps() -> None:
+    """A token that all layers have left behind does not matter however the sequence was cut."""
+    config = replace(SMALL, layer_types=("sliding_attention",) * 3, window=2)
+    run = start(config, 0, 1, 4)
+    changed = run._replace(tokens=run.tokens.clone(), kv=map_tensors(torch.clone, run.kv))
+    changed.tokens[:, 2] = (changed.tokens[:, 2] + 1) % config.vocab_size
+    for _ in range(6):
+        run, changed = step(run, [1], 1, decoding=True), step(changed, [1], 1, decoding=True)
+    far(torch.stack(changed.logits[0][2:6]), torch.stack(run.logits[0][2:6]))
+    assert torch.equal(changed.logits[0][1], run.logits[0][1])
+    for _ in range(2):
+        run, changed = step(run, [1], 1, decoding=True), step(changed, [1], 1, decoding=True)
+        close(changed.logits[0][-1], run.logits[0][-1], 1e-6)
+
+
+def test_a_mesh_of_several_ranks_is_refused() -> None:
+    run = start(SMALL, 0, 1, 4)
+    view = View(run.table, torch.tensor([0]), torch.tensor([3]))
+    for fn in (prefill, decode):
+        with pytest.raises(ValueError, match="one rank"):
+            fn(run.params, run.tokens[:, :3], run.kv, view, SMALL, Mesh(tp=2))
