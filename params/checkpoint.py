@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 from muse_fn.params.config import Config, read_json
 from muse_fn.params.matching import LeafPlan, match
 from muse_fn.params.quantization import problems_of_quantization
-from muse_fn.params.safetensors_header import Stored, parse_object, read_header, shown
+from muse_fn.params.safetensors_header import Stored, read_header, read_object, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,7 +58,7 @@ def open_checkpoint(path: str | Path, config: Config | None = None) -> Checkpoin
     if not folder.is_dir():
         refuse(path, ["no such folder" if not path.exists() else "neither a folder nor a .safetensors file"])
     whole = read_json(folder) if config is None or (folder / "config.json").exists() else {}
-    config = config or Config.from_json(whole)
+    config = config or Config.from_json(folder / "config.json")
     stored, problems = _read_single(folder, path.name) if folder != path else _read_folder(folder)
     if problems:
         refuse(path, problems)
@@ -86,8 +86,11 @@ def _read_single(folder: Path, name: str) -> tuple[dict[str, Stored], list[str]]
 
 
 def _read_indexed(folder: Path) -> tuple[dict[str, Stored], list[str]]:
+    problem = _problem_of_place(folder, INDEX)
+    if problem:
+        return {}, [problem]
     try:
-        wanted = _weight_map((folder / INDEX).read_bytes())
+        wanted = weight_map(folder)
     except OSError as error:
         return {}, [f"{INDEX}: cannot be read ({error.strerror})"]
     except ValueError as error:
@@ -108,9 +111,9 @@ def _read_indexed(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     return stored, problems
 
 
-def _weight_map(raw: bytes) -> dict[str, str]:
-    """Tensor name -> file name. ValueError continues the words "model.safetensors.index.json: …"."""
-    found: Any = parse_object(raw).get("weight_map")
+def weight_map(folder: Path) -> dict[str, str]:
+    """A folder's index, tensor name -> file name. ValueError continues the words "model.safetensors.index.json: …"."""
+    found: Any = read_object(folder / INDEX).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise ValueError("must hold an object `weight_map`: tensor name -> file name")
     wrong = [shown(n) for n, file in cast("dict[str, Any]", found).items() if not isinstance(file, str) or not file]
@@ -127,11 +130,17 @@ def _problem_of_place(folder: Path, name: str) -> str:
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name or "\0" in name:
         return f"{shown(name)}: a file must lie inside the folder"
-    home, target = folder.resolve(), (folder / name).resolve()
+    try:
+        home, target = folder.resolve(), (folder / name).resolve()
+        target.stat()
+    except FileNotFoundError:
+        return f"{shown(name)}: no such file"
+    except (OSError, RuntimeError, UnicodeError) as error:  # a name too long, links in a circle, half a surrogate pair
+        return f"{shown(name)}: cannot be found ({error})"
     cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not target.is_relative_to(home) and not target.is_relative_to(cache):
         return f"{shown(name)}: links to {target}, outside the folder"
-    return "" if target.exists() else f"{shown(name)}: no such file"
+    return ""
 
 
 def _problems_of_shard(

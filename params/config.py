@@ -6,10 +6,11 @@ Letters used as shape suffixes everywhere in the house:
     E experts R routes per token (top_k)      M latent (width of the experts' input)   F inner width of an expert
 """
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, cast
+
+from muse_fn.params.safetensors_header import read_object
 
 LayerType = Literal["sliding_attention", "full_attention"]
 MlpType = Literal["sparse", "dense"]
@@ -79,7 +80,11 @@ class Config:
         Both the whole file (with `text_config`) and a text part alone are accepted; absent fields take the released
         defaults, as transformers leaves out fields equal to them. Raises ConfigError naming every bad field.
         """
-        return config_of_json(read_json(source))
+        whole = read_json(source)
+        try:
+            return config_of_json(whole)
+        except ConfigError as error:
+            raise error if isinstance(source, dict) else ConfigError(f"{source}: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """The text part of a published `config.json`."""
@@ -217,14 +222,11 @@ def read_json(source: "str | Path | dict[str, Any]") -> dict[str, Any]:
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
-        found: object = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    return cast("dict[str, Any]", found)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def config_of_json(whole: dict[str, Any]) -> Config:

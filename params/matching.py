@@ -63,17 +63,12 @@ class LeafPlan:
         """Stored bytes to be read."""
         return sum(piece.stored.size for piece in self.pieces)
 
-    @property
-    def matrices(self) -> int:
-        """How many matrices of the checkpoint are joined by rows: 2 for gate and up."""
-        return max(1, len(self.leaf.row.each))
-
     def shape(self, role: Role) -> Shape:
         """The shape of one tensor of the parameter's node; a factor per matrix is always [..., matrices]."""
         part = next(part for part in self.format.parts if part.role == role)
         if role == "global_scale":
-            return (*self.leaf.shape[:-2], self.matrices)
-        return allowed_shapes(part, self.format.block, self.leaf.shape, self.matrices)[0]
+            return (*self.leaf.shape[:-2], self.leaf.matrices)
+        return allowed_shapes(part, self.format.block, self.leaf.shape, self.leaf.matrices)[0]
 
 
 @dataclass
@@ -148,7 +143,7 @@ def _match_leaf(leaf: Leaf, stored: Mapping[str, Stored], result: Match) -> Leaf
 def matrices_of(leaf: Leaf, spelling: Spelling) -> list[Matrix]:
     """The names that a parameter has in a spelling; none one by one if it has no experts."""
     if spelling == "stacked":
-        return [Matrix(leaf.name, leaf.shape, max(1, len(leaf.row.each)))]
+        return [Matrix(leaf.name, leaf.shape, leaf.matrices)]
     if not leaf.row.each:
         return []
     experts, rows, columns = leaf.shape

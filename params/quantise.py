@@ -42,11 +42,9 @@ def quantise_experts(params: Params, config: Config) -> Params:
 
 def quantise_leaf(leaf: Leaf, weight: Weight, config: Config) -> Weight:
     """MXFP4 for a packable parameter that is plain; any other as it is."""
-    return (
-        to_node(weight, "mxfp4", 1, torch.float32)
-        if isinstance(weight, Tensor) and is_packable(leaf, config)
-        else weight
-    )
+    if not isinstance(weight, Tensor) or not is_packable(leaf, config):
+        return weight
+    return to_node(leaf, weight, "mxfp4", torch.float32)
 
 
 def check_widths(config: Config, node: str) -> None:
@@ -60,11 +58,18 @@ def check_widths(config: Config, node: str) -> None:
         raise ValueError(f"{node} needs a multiple of {BLOCKS[node]} inputs: {', '.join(sorted(bad))}")
 
 
-def to_node(weight: Weight, node: Node, parts: int, dtype: torch.dtype) -> Weight:
+def to_node(leaf: Leaf, weight: Weight, node: Node, dtype: torch.dtype) -> Weight:
     """A parameter as this kind of node: itself if it is one, else unpacked and packed again, expert by expert.
 
-    `parts` is the number of row ranges with their own global scale in NVFP4, `dtype` that of a plain tensor.
+    `dtype` is that of a plain tensor. Raises ValueError naming the parameter if it cannot be packed.
     """
+    try:
+        return _converted(weight, node, leaf.matrices, dtype)
+    except ValueError as error:
+        raise ValueError(f"{leaf.name}: {error}") from error
+
+
+def _converted(weight: Weight, node: Node, matrices: int, dtype: torch.dtype) -> Weight:
     match node, weight:
         case ("mxfp4", MXFP4()) | ("nvfp4", NVFP4()):
             return weight
@@ -75,7 +80,7 @@ def to_node(weight: Weight, node: Node, parts: int, dtype: torch.dtype) -> Weigh
         case "mxfp4", _:
             return _stack(weight, lambda one: quantise_mxfp4(dequantise(one, torch.float32)))
         case "nvfp4", _:
-            return _stack(weight, lambda one: quantise_nvfp4(dequantise(one, torch.float32), parts))
+            return _stack(weight, lambda one: quantise_nvfp4(dequantise(one, torch.float32), matrices))
 
 
 def _stack(weight: Weight, fn: Callable[[Weight], Packed]) -> Packed:

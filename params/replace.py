@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from muse_fn.params.checkpoint import INDEX, SINGLE
+from muse_fn.params.checkpoint import INDEX, SINGLE, weight_map
 from muse_fn.params.config import ConfigError, read_json
 from muse_fn.params.quantization import HF_QUANT
 
@@ -52,9 +52,18 @@ def _is_checkpoint(path: Path) -> bool:
         return False
 
 
+def _shards(old: Path) -> set[str]:
+    """Files of the older checkpoint's index, whatever they are called."""
+    try:
+        return set(weight_map(old).values())
+    except (OSError, ValueError):
+        return set()
+
+
 def _keep_other_files(old: Path, new: Path) -> None:
+    shards = _shards(old)
     for entry in old.iterdir() if old.exists() else ():
-        if any(fnmatch(entry.name, pattern) for pattern in REPLACED):
+        if entry.name in shards or any(fnmatch(entry.name, pattern) for pattern in REPLACED):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, new / entry.name, symlinks=True)

@@ -69,6 +69,15 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object; ValueError or OSError if it does not, or is not worth reading."""
+    if path.exists() and not path.is_file():
+        raise ValueError("no regular file")
+    if path.stat().st_size > MAX_HEADER:
+        raise ValueError(f"has {path.stat().st_size} bytes: at most {MAX_HEADER} are read")
+    return parse_object(path.read_bytes())
+
+
 def read_header(path: Path) -> tuple[dict[str, Stored], list[str]]:
     """The tensors of a file by name, and everything that is wrong with it as sentences. Reads the header only."""
     try:

@@ -47,6 +47,11 @@ class Leaf:
         """Number of parameters."""
         return prod(self.shape)
 
+    @property
+    def matrices(self) -> int:
+        """How many matrices are joined by rows: 2 for an expert's gate and up."""
+        return max(1, len(self.row.each))
+
 
 _P = "model.language_model.layers.{i}."
 _X = _P + "mlp.experts."

@@ -134,7 +134,7 @@ def _group(leaf: Leaf, matrices: list[Matrix], weight: Weight, form: Format, dty
     def make() -> Iterator[Tensor]:
         expert = matrices[0].expert
         one = weight if expert is None else map_tensors(lambda t: t[expert : expert + 1], weight)
-        node = to_node(one, form.node, max(1, len(leaf.row.each)), DTYPES[dtype])
+        node = to_node(leaf, one, form.node, DTYPES[dtype])
         fields = {"values": node} if isinstance(node, Tensor) else node._asdict()
         for matrix in matrices:
             for part in form.parts:

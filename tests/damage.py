@@ -108,6 +108,11 @@ def link_outside(folder: Path, file: str) -> None:
     (folder / file).symlink_to("../elsewhere.safetensors")
 
 
+def link_to_itself(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    (folder / file).symlink_to(file)
+
+
 def both_spellings(folder: Path) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
         for expert, matrix in enumerate(tensors[f"{EXPERTS}down_proj"].clone()):

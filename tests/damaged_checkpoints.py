@@ -23,6 +23,7 @@ from tests.damage import (
     in_shard,
     insert_gap,
     link_outside,
+    link_to_itself,
     move_offsets,
     only_foreign_weights,
     put,
@@ -125,6 +126,20 @@ CASES: dict[str, Case] = {
         (INDEX, "elsewhere.safetensors", "outside the folder"),
     ),
     "the only file is a link out": ("bf16", lambda f: link_outside(f, FILE), (FILE, "elsewhere.safetensors")),
+    "a link in a circle": ("sharded", in_shard(NORM, link_to_itself), (INDEX, FIRST[:6], "cannot be found")),
+    "index names half a pair": (
+        "sharded",
+        weight_map(lambda m: m.update({NORM: "\ud800"})),
+        (INDEX, "cannot be found"),
+    ),
+    "index names an endless file": (
+        "sharded",
+        weight_map(lambda m: m.update({NORM: "x" * 999})),
+        (INDEX, "cannot be found"),
+    ),
+    "index names the folder": ("sharded", weight_map(lambda m: m.update({NORM: "."})), ("a folder",)),
+    "index is a folder": ("bf16", lambda f: (f / INDEX).mkdir(), (INDEX, "no regular file")),
+    "index is a link out": ("sharded", lambda f: link_outside(f, INDEX), (INDEX, "outside the folder")),
     "listed but not there": (
         "sharded",
         weight_map(lambda m: m.update(ghost=m[NORM])),

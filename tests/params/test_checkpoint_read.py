@@ -245,6 +245,18 @@ def test_experts_are_packed_while_reading(tmp_path: Path) -> None:
         load(tmp_path, quantize="int8")
 
 
+def test_packing_while_reading_names_what_it_cannot_pack(tmp_path: Path) -> None:
+    write(tmp_path, "bf16")
+    edit_tensors(tmp_path, lambda t: t[f"{EXPERTS}down_proj"][2].fill_(float("nan")))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.down_proj: .* not finite"):
+        load(tmp_path, quantize="mxfp4")
+    narrow = Config.from_json({**TINY.to_json(), "moe_intermediate_size": 24})
+    write(tmp_path / "narrow", "bf16", narrow)
+    with pytest.raises(ValueError, match=r"multiple of 32 inputs: layers\.\*\.mlp\.experts\.down has 24"):
+        load(tmp_path / "narrow", quantize="mxfp4")
+    assert load(tmp_path / "narrow").config == narrow
+
+
 # Folders
 
 
@@ -344,6 +356,14 @@ def test_a_model_saved_by_transformers(tmp_path: Path, dtype: torch.dtype) -> No
         assert torch.equal(tensor, theirs[plan.leaf.name])
     towers = [name for name in theirs if "vision" in name or "audio" in name]
     assert len(checkpoint.skipped) == len(towers) > 20
+
+
+def test_a_bad_config_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "bf16")
+    edit_json(tmp_path, lambda c: c["text_config"].update(num_hidden_layers=0))
+    with pytest.raises(ValueError, match=r"layers is 0") as error:
+        load(tmp_path)
+    assert str(tmp_path / "config.json") in str(error.value)
 
 
 def test_a_folder_without_tokenizer_has_none(tmp_path: Path) -> None:

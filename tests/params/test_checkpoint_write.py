@@ -244,7 +244,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     bad = params_of(TINY)
     tensors(named(bad)["layers.2.mlp.experts.down"])[0][0, 0, 0] = float("nan")
     for place in ("model", "new"):
-        with pytest.raises(ValueError, match="not finite"):
+        with pytest.raises(ValueError, match=r"layers\.2\.mlp\.experts\.down_proj: .* not finite"):
             save(tmp_path / place, bad, TINY, format="quark-mxfp4")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
     monkeypatch.setattr("os.fsync", _interrupt)
@@ -282,6 +282,16 @@ def test_other_files_of_a_checkpoint_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "m" / "l4_200k_base").read_text() == "note"
     assert (tmp_path / "m" / "l4_200k_base").is_symlink()
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+def test_shards_of_any_name_are_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "m", "bf16")
+    (tmp_path / "m" / FILE).rename(tmp_path / "m" / "part.safetensors")
+    names = dict.fromkeys(stored(tmp_path / "m", "part.safetensors"), "part.safetensors")
+    (tmp_path / "m" / INDEX).write_text(json.dumps({"weight_map": names}))
+    assert load(tmp_path / "m").config == TINY
+    write(tmp_path / "m", "bf16")
+    assert sorted(entry.name for entry in (tmp_path / "m").iterdir()) == ["config.json", FILE]
 
 
 def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:

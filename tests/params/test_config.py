@@ -127,7 +127,13 @@ def test_all_problems_are_listed() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "not JSON"), (b"\xff", "not JSON"), (b"[1]", "must hold a JSON object"), (b"[" * 10**5, "not JSON")],
+    [
+        (b"", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"a": 1, "a": 2}', "twice"),
+        (b"[" * 10**5, "not JSON"),
+    ],
 )
 def test_broken_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
