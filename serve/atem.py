@@ -1,184 +1,187 @@
-"""Tool calls as the model writes them: ATEM blocks to names and JSON arguments.
+"""One tool call as the model writes it, `<atem:invoke name="F"> <atem:parameter name="K">VALUE</atem:parameter> …`.
 
-    <atem:function_calls>
-    <atem:invoke name="NAME">
-    <atem:parameter name="KEY">VALUE</atem:parameter>
-    </atem:invoke>
-    </atem:function_calls>
-
-There is no escaping in either direction. Everything here is one pass of `str.find`: hostile text costs linear time.
-Source: the published chat format of Muse Spark Open.
+There is no escaping in this notation: a value runs to the next closing tag. What is not a whole call is not a call.
+Every function here is linear in its text: tags are found by patterns that never look back.
 """
 
 import json
-import math
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import NamedTuple, NoReturn, TypeAlias, cast
 
 from muse_fn.tokenizer import Json
 
-INVOKE, INVOKE_END = "<atem:invoke", "</atem:invoke>"
-PARAMETER, PARAMETER_END = "<atem:parameter", "</atem:parameter>"
-MARKERS = ("<atem:function_calls>", INVOKE)
-_NAME = re.compile(r'\sname="([^"]*)"')
+INVOKE_END = "</atem:invoke>"
+PARAMETER_END = "</atem:parameter>"
+BLOCK_TAGS = ("<atem:function_calls>", "</atem:function_calls>")
+MAX_DEPTH = 32  # of a decoded value; half of what a template accepts back, so that every call can be replayed
 
-Tools = Mapping[str, Mapping[str, Any]]  # function name -> its parameters, a JSON schema
+_OPENING = re.compile(r"<atem:(invoke|parameter)(?:\s([^<>]*+))?>")
+_NAME = re.compile(r'(?:\A|\s)name="([^"]+)"')
 
 
 class Call(NamedTuple):
-    """A finished call; `arguments` is the text of a JSON object."""
+    """A complete call: the function's name and the JSON text of its arguments object. An id is the server's to give."""
 
     name: str
     arguments: str
 
 
-class Found(NamedTuple):
-    """What a text of calls holds: finished calls, damaged ones as text, and where the rest begins: an unfinished
-    invoke, or whatever follows the last one."""
+class Parameters(NamedTuple):
+    """What decoding needs of one tool's schema: the names of its parameters, and of those that may be strings."""
 
-    calls: list[Call]
-    damaged: list[str]
-    rest: int
+    names: frozenset[str]
+    strings: frozenset[str]
 
 
-class _Invoke(NamedTuple):
-    """An invoke without its end tag: name, values by key, the text beside them, and where another one interrupts it."""
-
-    name: str | None
-    values: dict[str, str]
-    beside: str
-    stop: int
+Tools: TypeAlias = Mapping[str, Parameters]
 
 
-def tools_by_name(tools: Json) -> dict[str, Mapping[str, Any]]:
-    """Functions of an OpenAI-shaped tools list by the name that a call uses; namespaces give `namespace.function`."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for tool in cast("list[dict[str, Any]]", tools or []):
-        if tool.get("type") == "namespace":
-            inner = [(f"{tool['name']}.", member.get("function", member)) for member in tool["tools"]]
-        else:
-            inner = [("", tool.get("function", tool))]
-        found |= {prefix + function["name"]: function.get("parameters") or {} for prefix, function in inner}
-    return found
+def tools_by_name(tools: Json) -> Tools:
+    """Name to `Parameters` for OpenAI-shaped tools; a namespace's functions are named `namespace.function`.
+
+    Anything malformed is passed over: it is refused where messages and tools are checked.
+    """
+    return {name: _parameters(schema) for name, schema in _functions(tools, "")}
 
 
-def find_calls(text: str, tools: Tools) -> Found:
-    """All invokes of a text in order. The first end tag ends an invoke; one that another interrupts is damaged."""
-    calls: list[Call] = []
-    damaged: list[str] = []
-    at, after = text.find(INVOKE), 0
-    while at >= 0:
-        end = text.find(INVOKE_END, at)
-        if end < 0:
-            return Found(calls, damaged, at)
-        invoke = _read(text, at, end)
-        after = invoke.stop if invoke.stop < end else end + len(INVOKE_END)
-        call = _call(invoke, tools) if invoke.stop == end else None
-        calls += [call] if call else []
-        damaged += [] if call else [text[at:after]]
-        at = text.find(INVOKE, after)
-    return Found(calls, damaged, after)
+def parse_invoke(text: str, tools: Tools) -> tuple[Call | None, str]:
+    """The call that ends with this text (its `</atem:invoke>` taken off), and what of the text is no part of it.
+
+    An opening tag inside an unfinished call begins a new one. None when the text is damaged: no name, a parameter
+    that is not closed, or text where parameters are due. One damage is repaired: `<atem:invoke name="F.K">VALUE
+    </atem:parameter>` is F with K, if F is a tool and K one of its parameters.
+    """
+    name, values, stray, start, position = "", dict[str, str](), list[str](), 0, 0
+    while tag := _OPENING.search(text, position):
+        stray.append(text[position : tag.start()])
+        found = _NAME.search(tag[2] or "")
+        position = tag.end()
+        if tag[1] == "invoke":
+            name, values, stray, start = found[1] if found else "", {}, [], tag.start()
+            continue
+        end = text.find(PARAMETER_END, position)
+        if not found or end < 0:
+            return None, text
+        values[found[1]] = text[position:end]
+        position = end + len(PARAMETER_END)
+    rest = "".join([*stray, text[position:]])
+    if not name:
+        return None, text
+    if "atem:parameter" in rest or "<atem:invoke" in rest or (rest.strip() and not values):
+        call = _repaired(name, rest, tools) if not values else None
+        return call, without_blocks(text[:start]) if call else text
+    return _call(name, values, tools), without_blocks(text[:start])
 
 
-def _read(text: str, at: int, end: int) -> _Invoke:
-    """The invoke that begins at `at` and whose end tag is at `end`."""
-    name, at = _open_tag(text, at + len(INVOKE), end)
-    values: dict[str, str] = {}
-    beside: list[str] = []
-    while at < end:
-        places = [p for mark in (PARAMETER, INVOKE) if (p := text.find(mark, at, end)) >= 0]
-        stop = min(places, default=end)
-        beside.append(text[at:stop])
-        if not text.startswith(PARAMETER, stop):
-            return _Invoke(name, values, "".join(beside), stop)
-        key, begins = _open_tag(text, stop + len(PARAMETER), end)
-        at = text.find(PARAMETER_END, begins, end)
-        if key is None or at < 0:
-            beside.append(text[stop:end])
-            break
-        values[key] = text[begins:at]
-        at += len(PARAMETER_END)
-    return _Invoke(name, values, "".join(beside), end)
+def without_blocks(text: str) -> str:
+    """Text beside calls without the tags that only surround them; empty if nothing else is there."""
+    for tag in BLOCK_TAGS:
+        text = text.replace(tag, "")
+    return text if text.strip() else ""
 
 
-def _open_tag(text: str, at: int, end: int) -> tuple[str | None, int]:
-    """The name in an opening tag, None without one, and where the tag ends."""
-    close = text.find(">", at, end)
-    if close < 0:
-        return None, end
-    match = _NAME.search(text[at:close])
-    return (match.group(1) if match else None), close + 1
-
-
-def _call(invoke: _Invoke, tools: Tools) -> Call | None:
-    """The call, None if damaged: no name, or pieces of parameters outside of any parameter."""
-    if not invoke.name:
+def _repaired(name: str, rest: str, tools: Tools) -> Call | None:
+    head, _, key = name.rpartition(".")
+    value, closed, after = rest.partition(PARAMETER_END)
+    if head not in tools or key not in tools[head].names or not closed or after.strip() or "<atem:" in value:
         return None
-    if PARAMETER in invoke.beside or PARAMETER_END in invoke.beside:
-        return _repaired(invoke.name, invoke.values, invoke.beside, tools)
-    name = resolve(invoke.name, tools)
-    schema = tools.get(name, {})
-    return Call(name, _arguments({k: decode_value(v, _property(schema, k)) for k, v in invoke.values.items()}))
+    return _call(head, {key: value}, tools)
 
 
-def _arguments(values: dict[str, Json]) -> str:
-    return json.dumps(values, ensure_ascii=False)
+def _call(name: str, values: Mapping[str, str], tools: Tools) -> Call:
+    name = _registered(name, tools)
+    strings = tools[name].strings if name in tools else frozenset[str]()
+    decoded = {key: value if key in strings else _decoded(value) for key, value in values.items()}
+    return Call(name, json.dumps(decoded, ensure_ascii=False))
 
 
-def _repaired(name: str, values: dict[str, str], beside: str, tools: Tools) -> Call | None:
-    """`<invoke name="read.path">VALUE</parameter>`, seen in the field: only when `read` is a tool and `path` a
-    parameter of it; anything else is not guessed at."""
-    head, _, tail = name.rpartition(".")
-    value, closed, after = beside.partition(PARAMETER_END)
-    known = cast("dict[str, Any]", tools.get(head, {}).get("properties") or {})
-    if values or tail not in known or not closed or after.strip() or PARAMETER in value or name in tools:
-        return None
-    return Call(head, _arguments({tail: decode_value(value, known[tail])}))
+def _registered(name: str, tools: Tools) -> str:
+    """`f.f` is f where only f is a tool (bare names rendered as namespaces); any other name is left as it is."""
+    half = len(name) // 2
+    doubled = name[half : half + 1] == "." and name[:half] == name[half + 1 :]
+    return name[:half] if name not in tools and doubled and name[:half] in tools else name
 
 
-def resolve(name: str, tools: Tools) -> str:
-    """The tool meant: `x.x` is `x` when only `x` is a tool. Never a guess by the last part of a name."""
-    head, _, tail = name.partition(".")
-    return head if name not in tools and head == tail and head in tools else name
-
-
-def _property(schema: Mapping[str, Any], key: str) -> Any:
-    properties: Any = schema.get("properties")
-    return cast("dict[str, Any]", properties).get(key) if isinstance(properties, dict) else None
-
-
-def decode_value(text: str, schema: Any) -> Json:
-    """A parameter's value: raw text where the schema admits a string, else JSON, else raw text again."""
-    if admits_string(schema):
-        return text
+def _decoded(raw: str) -> Json:
+    """The JSON value, or the raw text where it is none that can be passed on."""
     try:
-        value = cast("Json", json.loads(text, parse_constant=_refuse_constant))
-        return value if _is_finite(value) else text
+        value = cast("Json", json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite))
     except (ValueError, RecursionError):
-        return text
+        return raw
+    if "\\ud" in raw.lower():  # an escape of half a surrogate pair has no UTF-8 form
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except (ValueError, RecursionError):
+            return raw
+    return value if _is_shallow(value) else raw
 
 
-def admits_string(schema: Any, depth: int = 0) -> bool:
-    """Whether a schema names the type string, alone or among others."""
-    if not isinstance(schema, dict) or depth > 8:
-        return False
-    known = cast("dict[str, Any]", schema)
-    kind = known.get("type")
-    if kind == "string" or (isinstance(kind, list) and "string" in kind):
-        return True
-    inner = [branch for word in ("anyOf", "oneOf") for branch in cast("list[Any]", known.get(word) or [])]
-    return any(admits_string(branch, depth + 1) for branch in inner)
+def _is_shallow(value: Json) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for item in level for inner in _children(item) if isinstance(inner, list | dict)]
+        if not level:
+            return True
+    return False
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+def _children(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else []
 
 
-def _is_finite(value: Json) -> bool:
-    """Whether a value can be written as JSON again (1e999 cannot)."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
-    return all(map(_is_finite, value)) if isinstance(value, list) else True
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if not isfinite(value := float(text)):
+        raise ValueError(f"{text} is out of range")
+    return value
+
+
+def _functions(tools: Json, prefix: str) -> Iterator[tuple[str, Json]]:
+    for tool in tools if isinstance(tools, list) else []:
+        entry = tool if isinstance(tool, dict) else {}
+        if entry.get("type") == "namespace" and not prefix:
+            yield from _functions(entry.get("tools"), f"{entry.get('name')}.")
+            continue
+        function = entry.get("function", entry)
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            yield prefix + name, function.get("parameters")
+
+
+def _parameters(schema: Json) -> Parameters:
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        return Parameters(frozenset(), frozenset())
+    strings = frozenset(key for key, inner in properties.items() if _takes_strings(inner, schema))
+    return Parameters(frozenset(properties), strings)
+
+
+def _takes_strings(schema: Json, root: Json) -> bool:
+    """Whether a string is among the values a schema allows, also through anyOf, oneOf, allOf and local references."""
+    waiting, followed = [schema], set[str]()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, dict):
+            continue
+        kinds, listed, reference = node.get("type"), node.get("enum"), node.get("$ref")
+        if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
+            return True
+        if kinds is None and isinstance(listed, list) and listed and all(isinstance(item, str) for item in listed):
+            return True
+        for word in ("anyOf", "oneOf", "allOf"):
+            waiting += _children(node.get(word))
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            waiting.append(_referred(reference, root))
+    return False
+
+
+def _referred(reference: str, root: Json) -> Json:
+    node = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
+    return node

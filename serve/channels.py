@@ -1,32 +1,51 @@
 """Generated text to reasoning, commentary, answer and tool calls: a pure state machine over pieces.
 
-    [<|start|>assistant] to=RECIPIENT<|message|>BODY<|eom|> or <|eot|>
+The model writes `<|start|>assistant to=RECIPIENT<|message|>BODY<|eom|>`, the last message of a turn ending `<|eot|>`,
+and often less carefully. `feed` and `finish` are all there is: parsing a finished text is feeding it whole, so a
+stream and its whole give the same message whatever the pieces. Nothing raises and nothing is lost: text ends in a
+channel, in a call, or among the damaged; only headers and markers are dropped. A piece costs time in proportion to
+itself, however much came before. Source: the published chat format of Muse Spark Open.
 
-`feed` and `finish` are all there is: parsing a finished text is feeding it whole, so a stream and its whole give the
-same message whatever the pieces. A body is held back only where its end could still become a header (` to=NAME`, which
-the model sometimes writes without closing the message before it). Source: the published chat format of Muse Spark Open.
+    header --<|message|>--> body of a channel --<|eom|> <|eot|> <|start|>--> header
+    header --other text---> loose: framing is lost, the text is an answer in which calls are looked for
 """
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from muse_fn.serve.atem import INVOKE, MARKERS, Call, Tools, find_calls, tools_by_name
-from muse_fn.tokenizer import Json, Piece, Text
+from muse_fn.serve.atem import (
+    BLOCK_TAGS,
+    INVOKE_END,
+    PARAMETER_END,
+    Call,
+    Tools,
+    parse_invoke,
+    tools_by_name,
+    without_blocks,
+)
+from muse_fn.tokenizer import Control, Json, Piece, Text
 
 START, MESSAGE = "<|start|>", "<|message|>"
-Kind = Literal["reasoning", "commentary", "answer"]
+ENDS = (START, "<|eom|>", "<|eot|>", "<|end_of_text|>")
+ROLES = ("assistant", "user", "system", "developer", "tool")
+RECIPIENT_LIMIT, HEADER_LIMIT = 256, 300  # characters; what is longer is text, so little is ever withheld
 
-# A header without <|start|> at the end of a text, and every beginning of one. Bounded, so that holding back is too.
-_HEADER = re.compile(r"\s{0,32}to=([^\s<]{0,128})\Z")
-_MAYBE_HEADER = re.compile(r"\s{0,32}(?:t|to|to=[^\s<]{0,128})?\Z")
-_REACH = 32 + 3 + 128
-# The first header of a turn may carry more words; nothing before it is body.
-_FIRST = re.compile(r"\s*to=([^\s<]{0,128})[^\n<]{0,128}\Z")
-_MAYBE_FIRST = re.compile(r"\s*(?:t|to|to=[^\s<]{0,128}[^\n<]{0,128})?\Z")
-_BLOCK = re.compile(r"</?atem:function_calls>")
-_ROLE = re.compile(r"\s*([^\s<]*)(?:\s+to=([^\s<]*))?")
+Kind: TypeAlias = Literal["reasoning", "commentary", "answer"]
+Channel: TypeAlias = Literal["header", "loose", "call"] | Kind
+CHANNELS: dict[str, Kind] = {
+    "": "reasoning",
+    "self": "reasoning",
+    "developer": "reasoning",  # nobody a user should hear
+    "commentary": "commentary",
+    "user": "answer",
+}
+
+_SPELLED = re.compile(r"<\|(?:start|message|eom|eot|end_of_text)\|>")
+_TAG = re.compile(r"</?atem:function_calls>|</atem:(?:invoke|parameter)>|<atem:(?:invoke|parameter)(?=[\s>])")
+_TAGS = (*BLOCK_TAGS, INVOKE_END, PARAMETER_END, "<atem:invoke ", "<atem:parameter ")
+_SPACE = re.compile(r"\s*")
+_Chain: TypeAlias = "tuple[_Chain, str] | None"
 
 
 class Delta(NamedTuple):
@@ -40,51 +59,78 @@ Event: TypeAlias = Delta | Call
 
 
 class Message(NamedTuple):
-    """What a finished turn said."""
+    """What a finished turn said.
+
+    `content` is commentary and answer bodies in order, joined by nothing: the OpenAI field. `damaged` is what was
+    addressed to a tool but is no call: cut off, broken, or written beside one. `unfinished` names what was still open
+    at the end (header, reasoning, commentary, answer, call); it is empty for a turn that ended as it should.
+    """
 
     reasoning: str
     commentary: str
     answer: str
-    content: str  # commentary and answer bodies in order, joined by nothing: the OpenAI field
+    content: str
     tool_calls: tuple[Call, ...]
-    damaged: tuple[str, ...]  # calls that are none: cut off, or with parts of parameters outside a parameter
+    damaged: tuple[str, ...]
+    unfinished: str = ""
 
 
-@dataclass(frozen=True)
-class State:
-    """Between two pieces. `held` is text that no event has carried yet."""
+class State(NamedTuple):
+    """Between two pieces. `channel` tells where text goes now; the rest is the machine's own."""
 
     tools: Tools
-    mode: Literal["outside", "header", "body"] = "outside"  # outside: between messages, or in text without framing
-    kind: Kind | Literal["tool"] = "answer"
-    held: str = ""
-    is_new: bool = True  # nothing of this body or stretch has been said yet
-    any_header: bool = False
-    has_reasoned: bool = False
-    damaged: tuple[str, ...] = ()
+    channel: Channel = "header"
+    started: bool = False  # the header follows <|start|>, so its text is one whatever it says
+    held: str = ""  # text that may still turn out to be a header
+    scan: str = ""  # loose text that may still turn out to be a tag
+    capturing: bool = False  # inside a call
+    closed: bool = False  # loose: right behind a tag, where white space only separates; else: a call has ended here
+    parts: tuple[str, ...] = ()  # the call so far, in chunks that grow
+    tail: str = ""  # the end of `parts`, in which a closing tag may have begun
+    fresh: bool = True  # nothing of this body has been said
+    reasoned: bool = False  # some reasoning has been said
+    losses: _Chain = None  # the damaged, newest first
+    unfinished: str = ""
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """See `Message`."""
+        found, chain = list[str](), self.losses
+        while chain is not None:
+            chain, text = chain
+            found.append(text)
+        return tuple(reversed(found))
 
 
 Step: TypeAlias = tuple[State, list[Event]]
 
 
 def begin(tools: Json = None) -> State:
-    """Before the first piece; `tools` as in the request."""
+    """Behind the generation prompt `<|start|>assistant`; `tools` as in the request."""
     return State(tools_by_name(tools))
 
 
 def feed(state: State, piece: Piece) -> Step:
     """One more piece. Never raises, whatever the model wrote."""
     if isinstance(piece, Text):
-        return _text(replace(state, held=state.held + piece.text))
+        return _text(state, piece.text)
     if piece.name == MESSAGE:
-        return _message(state)
-    state, events = _close(state)
-    return (replace(state, mode="header") if piece.name == START else state), events
+        return _open(state)
+    if piece.name in ENDS:
+        state, events = _end(state)
+        return _next(state, "header", started=piece.name == START), events
+    return (state, []) if state.channel == "header" else _say(state._replace(held=""), state.held)
 
 
 def finish(state: State) -> Step:
     """The end of the text: what was held back is said or, if it is part of a call, damaged."""
-    return _close(state)
+    part = {"loose": "call" if state.capturing else "answer"}.get(state.channel, state.channel)
+    if state.channel == "header" and not state.started and not state.held.strip():
+        part = ""
+    after, events = _end(state)
+    if state.channel == "call" and state.closed and after.losses is state.losses:
+        part = ""
+    return after._replace(unfinished=part), events
 
 
 def parse(pieces: Iterable[Piece], tools: Json = None) -> Message:
@@ -94,133 +140,191 @@ def parse(pieces: Iterable[Piece], tools: Json = None) -> Message:
         state, more = feed(state, piece)
         events += more
     state, more = finish(state)
-    return collect([*events, *more], state.damaged)
+    return collect([*events, *more], state.damaged, state.unfinished)
 
 
-def collect(events: Iterable[Event], damaged: tuple[str, ...] = ()) -> Message:
+def collect(events: Iterable[Event], damaged: tuple[str, ...] = (), unfinished: str = "") -> Message:
     """The message that a stream of events amounts to."""
     listed = list(events)
     deltas = [event for event in listed if isinstance(event, Delta)]
     said = {kind: "".join(d.text for d in deltas if d.kind == kind) for kind in ("reasoning", "commentary", "answer")}
     content = "".join(d.text for d in deltas if d.kind != "reasoning")
-    return Message(**said, content=content, tool_calls=tuple(e for e in listed if isinstance(e, Call)), damaged=damaged)
+    calls = tuple(event for event in listed if isinstance(event, Call))
+    return Message(**said, content=content, tool_calls=calls, damaged=damaged, unfinished=unfinished)
 
 
-def _text(state: State) -> Step:
-    """Says as much of the held text as can no longer become framing."""
-    if state.mode == "header":
-        return state, []
-    if state.mode == "body" and state.kind == "tool":
-        return _calls(state)
-    if state.mode == "outside" and state.is_new and _MAYBE_FIRST.match(state.held):
-        return state, []
-    maybe = _MAYBE_HEADER.search(state.held, max(0, len(state.held) - _REACH))
-    keep = maybe.start() if maybe else len(state.held)
-    if state.mode == "outside" and not state.any_header:
-        keep = min(keep, _atem_begins(state.held))
-    return _say(state, keep)
+def spelled_pieces(held: str, text: str) -> tuple[str, list[Piece]]:
+    """Pieces of text in which markers are spelled out, for an engine that gives no token ids.
+
+    Returns what may be the beginning of a marker, to be given as `held` the next time, and the pieces. At the end, a
+    rest that is not empty is a `Text`. Text that merely quotes a marker cannot be told apart here.
+    """
+    text, position, pieces = held + text, 0, list[Piece]()
+    for match in _SPELLED.finditer(text):
+        pieces += [Text(text[position : match.start()]), Control(match.group())]
+        position = match.end()
+    rest = _prefix_start(text, position, (MESSAGE, *ENDS))
+    pieces.append(Text(text[position:rest]))
+    return text[rest:], [piece for piece in pieces if piece != Text("")]
 
 
-def _say(state: State, size: int) -> Step:
-    """Says the first `size` characters of the held text in the body's channel."""
-    text, held = state.held[:size], state.held[size:]
-    if not text:
-        return state, []
-    assert state.kind != "tool"
-    joint = "\n" if state.kind == "reasoning" and state.is_new and state.has_reasoned else ""
-    reasoned = state.has_reasoned or state.kind == "reasoning"
-    return replace(state, held=held, is_new=False, has_reasoned=reasoned), [Delta(state.kind, joint + text)]
+def _prefix_start(text: str, position: int, words: tuple[str, ...]) -> int:
+    """Where the end of text begins one of the words (each has its only `<` in front) without completing it."""
+    at = text.rfind("<", max(position, len(text) - max(map(len, words)) + 1))
+    return at if at >= 0 and any(word.startswith(text[at:]) for word in words) else len(text)
 
 
-def _calls(state: State) -> Step:
-    """Tells the calls that are finished."""
-    found = find_calls(state.held, state.tools)
-    is_new = state.is_new and not (found.calls or found.damaged)
-    damaged = (*state.damaged, *found.damaged)
-    return replace(state, held=state.held[found.rest :], is_new=is_new, damaged=damaged), list(found.calls)
+def _header_start(text: str) -> int:
+    """Where the end of text may be a header: one white space, if any, and `t`, `to` or `to=NAME`."""
+    if not text or text[-1].isspace():
+        return max(0, len(text) - 1)
+    word = text[-(RECIPIENT_LIMIT + 4) :].rsplit(None, 1)[-1]
+    word = word[word.rfind("<") + 1 :]
+    at = word.find("to=")
+    if at < 0:
+        at = len(word) - (2 if word.endswith("to") else word.endswith("t"))
+    begins = len(text) - len(word) + at
+    return begins - 1 if 0 == at < len(word) and begins and text[begins - 1].isspace() else begins
 
 
-def _message(state: State) -> Step:
-    """<|message|>: what stands before it is its header, wherever that began."""
-    if state.mode == "header":
-        role, recipient = _role(state.held)
-        return _open(state, recipient if role in ("assistant", "") else "developer"), []
-    first = _FIRST.match(state.held) if state.mode == "outside" and state.is_new else None
-    header = first or _HEADER.search(state.held, max(0, len(state.held) - _REACH))
-    body = state.held[: header.start()] if header else state.held
-    state, events = _close(replace(state, held=body))
-    return _open(state, header.group(1) if header else None), events
+def _next(state: State, channel: Channel, started: bool = False) -> State:
+    """A header or body begins; of what came before only the damaged and whether there was reasoning count."""
+    return State(
+        state.tools, channel, started, capturing=channel == "call", reasoned=state.reasoned, losses=state.losses
+    )
 
 
-def _role(header: str) -> tuple[str, str | None]:
-    match = _ROLE.match(header)
-    assert match, f"{header=}"
-    return match.group(1), match.group(2)
+def _text(state: State, text: str) -> Step:
+    text = state.held + text
+    if state.channel == "header":
+        if len(text) <= HEADER_LIMIT and (state.started or "to=".startswith(text.lstrip()[:3])):
+            return state._replace(held=text), []
+        state = _next(state, "loose")
+    cut = _header_start(text)
+    return _say(state._replace(held=text[cut:]), text[:cut])
 
 
-def _open(state: State, recipient: str | None) -> State:
-    """A body for this recipient. No recipient is reasoning; `developer` is nobody a user should hear."""
-    kinds: dict[str | None, Kind] = {"user": "answer", "commentary": "commentary"}
-    private = recipient in (None, "", "self", "developer")
-    kind: Kind | Literal["tool"] = "reasoning" if private else kinds.get(recipient, "tool")
-    return replace(state, mode="body", kind=kind, held="", any_header=True, is_new=True)
+def _open(state: State) -> Step:
+    """`<|message|>` opens the body of whatever the header before it names; a header needs no `<|start|>`."""
+    role, recipient = _header(state.held)
+    if state.channel == "header":
+        known = role in ("", "assistant")
+        return _next(state, CHANNELS.get(recipient or "", "call") if known else "reasoning"), []
+    state, events = _end(state if recipient is None else state._replace(held=""))
+    return _next(state, CHANNELS.get(recipient or "", "call")), events
 
 
-def _close(state: State) -> Step:
-    """Ends the body, header or stretch between messages that the state is in."""
-    kinds = {"header": _close_header, "body": _close_body, "outside": _close_stretch}
-    state, events = kinds[state.mode](state)
-    return replace(state, mode="outside", kind="answer", held="", is_new=True), events
+def _header(text: str) -> tuple[str, str | None]:
+    """Role and recipient of a header; a recipient with white space or `<` in it is none."""
+    role, found, recipient = text.partition("to=")
+    if not found or "<" in recipient or any(map(str.isspace, recipient)):
+        return text.strip(), None
+    return role.strip(), recipient
 
 
-def _close_header(state: State) -> Step:
-    """A header that never came to its <|message|> is a marker; other words are text."""
-    state = replace(state, any_header=True, kind="answer")
-    return (state, []) if _is_header(state.held) else _say(state, len(state.held))
-
-
-def _close_body(state: State) -> Step:
-    """Says the rest. Of a body of calls, an unfinished call is damaged and other text counts if there is no call."""
-    if state.kind != "tool":
-        return _say(state, len(state.held))
-    state, events = _calls(state)
-    if INVOKE in state.held or (state.is_new and any(_is_cut_marker(state.held[: len(m)]) for m in MARKERS)):
-        return replace(state, damaged=(*state.damaged, state.held)), events
-    state, more = _say(replace(state, kind="answer"), len(state.held) if state.is_new else 0)
+def _end(state: State) -> Step:
+    """The end of a header or body: nothing that is withheld can become framing any more."""
+    if state.channel == "header":
+        if _is_header(state.held):
+            return state, []
+        state, events = _say(_next(state, "loose"), state.held)
+    else:
+        state, events = _say(state._replace(held=""), state.held)
+    if state.capturing:
+        state, more = _end_call(state)
+    elif state.closed or len(state.scan) > 1:  # a tag cut off, not a lone `<`
+        state, more = _lose(state, state.scan), []
+    else:
+        state, more = _delta(state, "answer", state.scan)
     return state, [*events, *more]
 
 
-def _close_stretch(state: State) -> Step:
-    """Text outside of messages is content, blanks excepted; without any header so far, calls in it count."""
-    begins = len(state.held) if state.any_header else _atem_begins(state.held)
-    markup = state.held[begins:]
-    if state.is_new and not state.held[:begins].strip():
-        begins = 0
-    state, events = _say(state, begins)
-    found = find_calls(markup, state.tools)
-    rest = markup[found.rest :]
-    cut = rest.find(INVOKE) if INVOKE in rest else 0 if not found.calls and len(rest) > 1 else len(rest)
-    tail = _BLOCK.sub("", rest[:cut])
-    last = tail.rfind("<")
-    tail = tail[:last] if last >= 0 and found.calls and "</atem:function_calls>".startswith(tail[last:]) else tail
-    state = replace(state, held=tail, damaged=(*state.damaged, *found.damaged, *([rest[cut:]] if rest[cut:] else [])))
-    state, more = _say(state, len(tail) if tail.strip() else 0)
-    return state, [*events, *found.calls, *more]
+def _end_call(state: State) -> Step:
+    """What is left of a body of calls. Plain words where no call was made are said: nobody else would hear them."""
+    text = "".join(state.parts)
+    cut = _prefix_start(text, 0, _TAGS)
+    prose, tag = without_blocks(text[:cut]), text[cut:]
+    if state.channel == "call" and not (state.closed or "<atem:" in prose or "</atem:" in prose):
+        return _delta(_lose(state, tag), "answer", prose)
+    ends_block = state.closed and not prose and BLOCK_TAGS[1].startswith(tag)
+    return state if ends_block else _lose(state, prose + tag), []
 
 
-def _atem_begins(text: str) -> int:
-    """Where ATEM markup begins in a text, or could begin with what comes next; its length if nowhere."""
-    places = [at for marker in MARKERS if (at := text.find(marker)) >= 0]
-    last = text.rfind("<", max(0, len(text) - max(map(len, MARKERS))))
-    if last >= 0 and _is_cut_marker(text[last:]):
-        places.append(last)
-    return min(places, default=len(text))
-
-
-def _is_cut_marker(text: str) -> bool:
-    """Whether a text is the beginning of a marker."""
-    return bool(text) and any(marker.startswith(text) for marker in MARKERS)
+def _lose(state: State, text: str) -> State:
+    """Keeps what was meant for a tool and is no call."""
+    text = without_blocks(text).strip()
+    return state._replace(losses=(state.losses, text)) if text else state
 
 
 def _is_header(text: str) -> bool:
-    return bool(re.fullmatch(r"\s*[^\s<]{0,32}(\s+to=[^\s<]*)?\s*", text))
+    """Whether text that no `<|message|>` followed still looks like a header, perhaps cut off, not like an answer."""
+    words = text.split()
+    if words and any(role == words[0] or (role.startswith(words[0]) and len(words) == 1) for role in ROLES):
+        role, *words = words
+        if role == "tool":
+            return len(words) < 2
+    return not words or (len(words) == 1 and "to=".startswith(words[0][:3]))
+
+
+def _say(state: State, text: str) -> Step:
+    """Text that is no header goes where its channel goes."""
+    if state.channel in ("call", "loose"):
+        return _calls(state, text)
+    assert state.channel != "header", f"{text=}"
+    return _delta(state, state.channel, text)
+
+
+def _delta(state: State, kind: Kind, text: str) -> Step:
+    """Says text; blocks of reasoning are lines apart."""
+    if not text:
+        return state, []
+    joint = "\n" if kind == "reasoning" and state.fresh and state.reasoned else ""
+    return state._replace(fresh=False, reasoned=state.reasoned or kind == "reasoning"), [Delta(kind, joint + text)]
+
+
+def _calls(state: State, text: str) -> Step:
+    text, position, events = state.scan + text, 0, list[Event]()
+    state = state._replace(scan="")
+    while position < len(text):
+        state, more, position = (_capture if state.capturing else _prose)(state, text, position)
+        events += more
+    return state, events
+
+
+def _prose(state: State, text: str, position: int) -> tuple[State, list[Event], int]:
+    """Loose text up to the next tag. Tags around a call are dropped, with the white space behind them."""
+    space = _SPACE.match(text, position) if state.closed else None
+    position = space.end() if space else position
+    if position == len(text):
+        return state, [], position
+    tag = _TAG.search(text, position)
+    stop = tag.start() if tag else _prefix_start(text, position, _TAGS)
+    state, events = _delta(state._replace(closed=state.closed and stop == position), "answer", text[position:stop])
+    if tag is None:
+        return state._replace(scan=text[stop:]), events, len(text)
+    if tag.group() in ("<atem:invoke", "<atem:parameter"):
+        return state._replace(capturing=True, closed=False), events, stop
+    return state._replace(closed=True), events, tag.end()
+
+
+def _capture(state: State, text: str, position: int) -> tuple[State, list[Event], int]:
+    """Text of a call up to `</atem:invoke>`, which may have begun in an earlier piece."""
+    keep = len(INVOKE_END) - 1
+    seam = (state.tail + text[position : position + keep]).find(INVOKE_END)
+    end = position + seam - len(state.tail) if seam >= 0 else text.find(INVOKE_END, position)
+    if seam < 0 and end < 0:
+        tail = (state.tail + text[max(position, len(text) - keep) :])[-keep:]
+        return state._replace(parts=_pushed(state.parts, text[position:]), tail=tail), [], len(text)
+    end += len(INVOKE_END)
+    captured = "".join([*state.parts, text[position:end]])
+    call, beside = parse_invoke(captured[: -len(INVOKE_END)], state.tools)
+    state = _lose(state, beside if call else captured)
+    after = state._replace(parts=(), tail="", capturing=state.channel == "call", closed=True)
+    return after, [call] if call else [], end
+
+
+def _pushed(parts: tuple[str, ...], text: str) -> tuple[str, ...]:
+    """Appends, joining chunks of like size: the chunks stay few and each character is copied a few times only."""
+    while parts and len(parts[-1]) <= len(text):
+        parts, text = parts[:-1], parts[-1] + text
+    return (*parts, text)
