@@ -33,7 +33,7 @@ def linear(x: Tensor, w: Weight) -> Tensor:
 
 def attend(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
     """reference.attend in tiles of queries: its own operations in float32, PyTorch's fused attention otherwise."""
-    exact = q_BTND.dtype == torch.float32
+    exact = q_BTND.dtype == torch.float32 and q_BTND.shape[1] > 1  # a decode step is fused: it reads each key once
     form, width = (reference.attend, 4 * q_BTND.shape[2]) if exact else (_fused, 1)  # bytes: scores, or a mask
     rows = max(1, TILE_BYTES // (width * k_pos_BS.numel()))
     tiles = zip(q_BTND.split(rows, 1), q_pos_BT.split(rows, 1), strict=True)
@@ -57,7 +57,7 @@ def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Wei
     counts = torch.bincount(routes, minlength=_experts(gate_up_EFM))
     rows, sizes = u_TM.index_select(0, order // idx_TR.shape[-1]), counts.tolist()
     place = torch.arange(len(order), device=order.device)  # where each row's result will be
-    if isinstance(gate_up_EFM, Tensor) and isinstance(down_EMF, Tensor) and _even(sizes, u_TM.dtype):
+    if isinstance(gate_up_EFM, Tensor) and isinstance(down_EMF, Tensor) and _even(sizes, u_TM, gate_up_EFM, down_EMF):
         expert = routes[order]
         place = place - (counts.cumsum(0) - counts)[expert] + expert * max(sizes)
         padded = u_TM.new_zeros(len(sizes) * max(sizes), u_TM.shape[-1]).index_copy(0, place, rows)
@@ -69,10 +69,11 @@ def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Wei
     return out.index_select(0, back).unflatten(0, idx_TR.shape)
 
 
-def _even(sizes: list[int], dtype: torch.dtype) -> bool:
+def _even(sizes: list[int], *operands: Tensor) -> bool:
     """Whether one product over all experts, padded to the longest, costs little more than one for each touched."""
     padded = len(sizes) * max(*sizes, WEIGHT_ROWS)
-    return dtype == torch.bfloat16 and padded <= PADDING * sum(max(n, WEIGHT_ROWS) for n in sizes if n)
+    costs_little = padded <= PADDING * sum(max(n, WEIGHT_ROWS) for n in sizes if n)
+    return costs_little and all(x.dtype == torch.bfloat16 for x in operands)
 
 
 def _all_experts(x_ECM: Tensor, gate_up_EFM: Tensor, down_EMF: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ They use no data-dependent control flow, so they run under vmap, grad and captur
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange
+from einops import einsum, repeat
 from torch import Tensor
 
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise
@@ -33,12 +33,14 @@ def attend(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_p
     Scores are scaled by D^-0.5; query head n reads KV head n // (N / K). Positions are int64 and need no order; a key
     at position -1 is an empty place. A query that sees no key gets finite, meaningless values.
     """
-    q = rearrange(q_BTND, "b t (k g) d -> b k g t d", k=k_BSKD.shape[2])
-    scores = einsum(q, k_BSKD, "b k g t d, b s k d -> b k g t s") * q.shape[-1] ** -0.5
-    hidden = ~visible(q_pos_BT, k_pos_BS, window)[:, None, None]
+    # One product per query head, as the published model: with the heads of a group in one, sums differ in the last bit.
+    group = q_BTND.shape[2] // k_BSKD.shape[2]
+    k, v = (repeat(x, "b s k d -> b (k g) s d", g=group) for x in (k_BSKD, v_BSKD))
+    scores = q_BTND.transpose(1, 2) @ k.mT * q_BTND.shape[-1] ** -0.5
+    hidden = ~visible(q_pos_BT, k_pos_BS, window).unsqueeze(1)
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-    p = torch.softmax(scores, -1, dtype=torch.float32).to(v_BSKD.dtype)
-    return rearrange(einsum(p, v_BSKD, "b k g t s, b s k d -> b k g t d"), "b k g t d -> b t (k g) d")
+    p = torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype)
+    return (p @ v).transpose(1, 2)
 
 
 def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
