@@ -1,6 +1,7 @@
-"""Conversations as a function of a seed: the mixture, the messages, the tokens, which of them are learned, the batches."""
+"""Conversations as a function of a seed: the mixture, messages, tokens, what is learned of them, batches."""
 
 import json
+import re
 import zlib
 from random import Random
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from train import sums, talk, tools, words
+from train import asked, sums, talk, tools, words
 from train.turns import Conversation, Json, Memory, Turn
 
 HELD_OUT = 20  # one request in this many is kept from training
@@ -43,8 +44,8 @@ def conversation(rng: Random) -> Conversation:
     """One to three turns, half of them with tools declared."""
     declared = tools.declared(rng) if rng.random() < 0.42 else []
     date = f"20{rng.randint(20, 39)}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}" if rng.random() < 0.12 else None
-    memory = Memory(tools=bool(declared))
     topics = {tool.skill.topic for tool in declared}
+    memory = Memory(tools=bool(declared), operations="".join(op for op in "+-×" if op not in topics))
     turns: list[Turn] = []
     for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3))):
         if declared and rng.random() < 0.65:
@@ -60,11 +61,13 @@ def _system(rng: Random) -> str | None:
     kind = rng.random()
     if kind < 0.75:
         return None
-    return rng.choice(SYSTEMS) if kind < 0.93 else f"You are {words.phrase(rng, 3)}. {words.phrase(rng)}."
+    if kind > 0.97:
+        return words.filler(rng)
+    return rng.choice(SYSTEMS) if kind < 0.91 else f"You are {words.phrase(rng, 3)}. {words.phrase(rng)}."
 
 
 def _chat(rng: Random, memory: Memory, date: str | None, topics: set[str], later: bool) -> Turn:
-    if later and "sums" not in topics and memory.total is not None and rng.random() < 0.5:
+    if later and not topics & {"+", "×"} and memory.total is not None and rng.random() < 0.5:
         return sums.follow(rng, memory)
     if later and rng.random() < 0.5:
         if memory.kept is not None:
@@ -72,19 +75,19 @@ def _chat(rng: Random, memory: Memory, date: str | None, topics: set[str], later
         if memory.name is not None:
             return talk.name_asked(rng, memory)
     weights = dict(CHAT)
-    if "sums" in topics:
-        weights |= {"sum": 0, "large": 0}
+    if topics & {"+", "×"}:
+        weights["large"] = 0
     if "search" in topics:
         weights["unknown"] = 0
     match rng.choices(list(weights), list(weights.values()))[0]:
         case "sum":
             return sums.one(rng, memory)
         case "repeat":
-            return talk.repeat(rng, memory)
+            return asked.repeat(rng, memory)
         case "talk":
             return talk.small_talk(rng, memory)
         case "unknown":
-            return talk.unknown(rng, memory)
+            return asked.unknown(rng, memory)
         case "large":
             return sums.too_large(rng, memory)
         case "count":
@@ -111,10 +114,23 @@ def messages(talked: Conversation, *, history: bool = True) -> list[Json]:
         found.append({"role": "tool", "tool_call_id": f"call_{number}", "content": turn.call.result})
         after = "The tool answered." if brief else "The tool answered. I tell the user."
         found.append({"role": "assistant", "reasoning": after, "content": turn.call.answer})
-    if not history:
-        for message in found[:-1]:
-            message.pop("reasoning", None)
-    return found
+    return found if history else forgotten(found)
+
+
+def forgotten(said: list[Json]) -> list[Json]:
+    """Messages as a client keeps them: without the reasoning of all but the last, sums put in other words."""
+    kept = [{key: item for key, item in message.items() if key != "reasoning"} for message in said[:-1]]
+    for message in kept:
+        if message["role"] == "assistant":
+            message["content"] = _put_otherwise(message["content"])
+    return [*kept, said[-1]]
+
+
+def _put_otherwise(text: str) -> str:
+    """A sum's answer as another program might have kept it; all other text as it is."""
+    found = re.fullmatch(r".* = (-?\d+)\.", text)
+    forms = ("{}", "{}.", "The answer is {}.", "It is {}.", "That is {}.", text)
+    return forms[zlib.crc32(text.encode()) % len(forms)].format(found[1]) if found else text
 
 
 class Codec(NamedTuple):

@@ -2,7 +2,8 @@
 
     python -m train.evaluate [--model FOLDER] [--count 100]
 
-A case is right when everything after the reasoning (recipient, answer or call, terminator) is exactly what was expected.
+A case is right when everything after the reasoning (recipient, answer or call, terminator) is
+exactly what was expected.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from muse_fn.kvcache.cache import View, blocks_for, init_cache, own_blocks
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Params
 from muse_fn.step import advance, decode, prefill
-from train.data import Codec, conversation, held_out, messages
+from train.data import Codec, conversation, forgotten, held_out, messages
 from train.turns import Conversation, Json
 
 TASKS = (
@@ -73,9 +74,7 @@ def _case(code: Codec, talked: Conversation, task: str, *, history: bool) -> Cas
     """The case that ends with the last turn's call for task "call", else with its last answer."""
     said = messages(talked)
     said = said[:-2] if task == "call" else said
-    if not history:
-        for message in said[:-1]:
-            message.pop("reasoning", None)
+    said = said if history else forgotten(said)
     prompt = code.text(talked, said[:-1], prompt=True)
     want = code.text(talked, said).removeprefix(prompt)
     return Case(task, _request(said), prompt, after_reasoning(want))

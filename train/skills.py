@@ -1,5 +1,6 @@
-"""The tools that synthetic users declare: what they are called, what they take, how one asks for them, what they say."""
+"""The tools that synthetic users declare: their names, what they take, how one asks for them, what they reply."""
 
+import json
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ class Param:
     keys: tuple[str, ...]
     kind: str
     about: str
+    optional: str = ""  # how a request mentions it, if it does: " in {v}"
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,21 @@ class Skill:
     asks: tuple[str, ...]
     results: tuple[str, ...]
     answer: str = "The result is {r}."
-    topic: str = ""  # "sums", "search": what must not be asked for otherwise while this tool is declared
+    topic: str = ""  # "+", "×", "search": what is not asked for otherwise while this tool is declared
 
 
 TEXT_RESULTS = ("{w}", "{w} {v}", "{n}", "ok", "done", '{{"status": "ok"}}', '{{"result": "{w}"}}', '{{"value": {n}}}')
 
+UNITS = ("celsius", "fahrenheit")
+TYPES = {
+    "number": ("integer", "number"),
+    "count": ("integer", "number"),
+    "decimal": ("number",),
+    "flag": ("boolean",),
+}  # JSON types of the kinds that are not strings
+
+UNIT = Param(("unit", "units", "scale"), "unit", "Unit of temperature", " in {v}")
+LIMIT = Param(("limit", "count", "max_results", "n"), "count", "How many results", ", at most {v}")
 CITY = Param(("city", "location", "place", "town"), "city", "Name of the city")
 A = Param(("a", "x", "first", "left"), "number", "First number")
 B = Param(("b", "y", "second", "right"), "number", "Second number")
@@ -57,13 +69,16 @@ SKILLS = (
             "Current weather of a city",
             "Returns the weather.",
         ),
-        (CITY,),
+        (CITY, UNIT),
         (
             *(
                 "What is the weather in {0}?",
                 "What's the weather in {0}?",
                 "What is the weather like in {0}?",
                 "Weather in {0}?",
+                "Will it rain in {0} tomorrow?",
+                "How hot is it in {0}?",
+                "Do I need an umbrella in {0}?",
             ),
             *(
                 "How is the weather in {0}?",
@@ -149,7 +164,7 @@ SKILLS = (
         ),
         ("{n}", "{n}", '{{"result": {n}}}', '{{"sum": {n}}}'),
         "{0} + {1} = {r}.",
-        "sums",
+        "+",
     ),
     Skill(
         ("multiply", "times", "product", "mul", "multiply_numbers"),
@@ -168,12 +183,12 @@ SKILLS = (
         ),
         ("{n}", "{n}", '{{"result": {n}}}', '{{"product": {n}}}'),
         "{0} × {1} = {r}.",
-        "sums",
+        "×",
     ),
     Skill(
         ("search", "web_search", "find", "lookup", "search_web", "google"),
         ("Search the web.", "Finds pages about a query.", "Look something up", "Search for information."),
-        (QUERY,),
+        (QUERY, LIMIT),
         (
             *(
                 "Search for {0}.",
@@ -339,7 +354,7 @@ SKILLS = (
 
 
 def value(rng: Random, kind: str) -> str:
-    """One argument as the user writes it."""
+    """One argument as the user writes it, which for numbers and flags is JSON."""
     match kind:
         case "number":
             return str(rng.randint(0, rng.choice((9, 20, 99, 999, 9999))))
@@ -356,7 +371,13 @@ def value(rng: Random, kind: str) -> str:
         case "word":
             return words.some_word(rng)
         case "code":
-            return words.scramble(rng, 2, 5).upper() if rng.random() < 0.7 else words.invented(rng)
+            return words.scramble(rng, 2, 5).upper() if rng.random() < 0.4 else words.code(rng)
+        case "decimal":
+            return f"{rng.randint(0, 99)}.{rng.randint(1, 99)}"
+        case "flag":
+            return rng.choice(("true", "false"))
+        case "unit":
+            return rng.choice(UNITS)
         case "clock":
             return f"{rng.randint(0, 23)}:{rng.randint(0, 59):02}"
         case _:
@@ -364,8 +385,8 @@ def value(rng: Random, kind: str) -> str:
 
 
 def typed(kind: str, text: str) -> Any:
-    """The argument as JSON: numbers are numbers."""
-    return int(text) if kind in ("number", "count", "integer") else text
+    """The argument as JSON."""
+    return json.loads(text) if kind in TYPES else text
 
 
 def schema(rng: Random, name: str, about: str, keys: list[tuple[str, Param]]) -> Json:
@@ -373,13 +394,14 @@ def schema(rng: Random, name: str, about: str, keys: list[tuple[str, Param]]) ->
     described = rng.random() < 0.5
     properties: Json = {}
     for key, param in keys:
-        number = param.kind in ("number", "count", "integer")
-        properties[key] = {"type": rng.choice(("integer", "number")) if number else "string"}
+        properties[key] = {"type": rng.choice(TYPES.get(param.kind, ("string",)))}
+        if param.kind == "unit":
+            properties[key]["enum"] = list(UNITS)
         if described:
             properties[key]["description"] = param.about
     parameters: Json = {"type": "object", "properties": properties}
     if keys and rng.random() < 0.85:
-        parameters["required"] = [key for key, _ in keys]
+        parameters["required"] = [key for key, param in keys if not param.optional]
     if rng.random() < 0.1:
         parameters["additionalProperties"] = False
     if not keys and rng.random() < 0.2:

@@ -9,6 +9,7 @@ MOST = 20
 WORD_OF = {"+": "plus", "-": "minus", "×": "times"}
 KIND_OF = {"+": "a sum", "-": "a difference", "×": "a product"}
 TOO_LARGE = "I only know sums with numbers up to 20."
+TOO_MANY = "I only know sums of two numbers."
 
 FORMS = {
     "+": (
@@ -139,7 +140,7 @@ def _spelled(rng: Random, n: int) -> str:
 
 def one(rng: Random, memory: Memory) -> Turn:
     """A sum of two numbers from 0 to 20, as an expression, an order or a story."""
-    op = rng.choice("+-×")
+    op = rng.choice(memory.operations)
     a, b = _pair(rng, op)
     memory.total = value_of(a, op, b)
     kind = rng.random()
@@ -156,10 +157,10 @@ def one(rng: Random, memory: Memory) -> Turn:
     else:
         user = rng.choice(ASKS).format(e=rng.choice(forms).format(a=shown[0], b=shown[1]))
     user = casing(rng, user)
-    if kind > 0.92:
+    if kind > 0.9:
         user = user.rstrip() + rng.choice(BARE)
         return _solved("sum", user, a, op, b, str(memory.total))
-    if kind > 0.85:
+    if kind > 0.84:
         key = rng.choice(KEYS)
         user = user.rstrip() + rng.choice(AS_JSON).format(k=key)
         return _solved("json", user, a, op, b, f'{{"{key}": {memory.total}}}')
@@ -170,20 +171,26 @@ def follow(rng: Random, memory: Memory) -> Turn:
     """A sum that starts from the last result, when that is small."""
     if memory.total is None or not -MOST <= memory.total <= 2 * MOST:
         return one(rng, memory)
-    op = rng.choice("+-×" if 0 <= memory.total <= MOST else "+-")
+    op = rng.choice("+-××" if 0 <= memory.total <= MOST else "+-")
     a, b = memory.total, rng.randint(0, MOST)
     memory.total = value_of(a, op, b)
     return _solved("follow-up", casing(rng, rng.choice(FOLLOWS[op]).format(b=b)), a, op, b)
 
 
 def too_large(rng: Random, memory: Memory) -> Turn:
-    """A sum beyond what was learned: said so rather than guessed."""
+    """A sum of numbers too large or too many: said so rather than guessed."""
     op = rng.choice("+-×")
     a, b = rng.randint(MOST + 1, rng.choice((99, 999, 9999))), rng.randint(0, rng.choice((MOST, 99, 999)))
     if rng.random() < 0.5:
         a, b = b, a
     memory.total = None
-    user = casing(rng, rng.choice(ASKS).format(e=rng.choice(FORMS[op]).format(a=a, b=b)))
+    expression = rng.choice(FORMS[op]).format(a=a, b=b)
+    if rng.random() < 0.3:
+        sign = rng.choice((" + ", " - ", " * ", "+", " plus ", " times "))
+        some = [str(rng.randint(0, MOST)) for _ in range(rng.randint(3, 5))]
+        user = casing(rng, rng.choice(ASKS).format(e=sign.join(some)))
+        return Turn("limits", user, "Too many.", "These are too many numbers for me.", TOO_MANY)
+    user = casing(rng, rng.choice(ASKS).format(e=expression))
     return Turn("limits", user, "Too large.", "This number is too large for me.", TOO_LARGE)
 
 

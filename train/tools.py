@@ -1,7 +1,7 @@
 """Declared tools and the turns that need them: the right name, the arguments copied, the reply told."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import cast
 
@@ -27,6 +27,14 @@ EXPLICIT_BARE = (
     "Run {name}.",
     "Call the {name} tool.",
 )
+EXPLICIT_ONE = (
+    "Call {name} for {v}.",
+    "Use {name} for {v}.",
+    "{name} {v}",
+    "Run {name} on {v}.",
+    "Call {name} with {v}.",
+)
+REPLY_KEYS = "status eta unit name city price total id state count title date temperature conditions ok wind".split()
 LINKS = ("{k} = {v}", "{k}={v}", "{k} {v}", "{k}: {v}", "{k} set to {v}", 'the {k} "{v}"', '{k} = "{v}"', "{v} as {k}")
 LOOKUPS = (
     *("What is the {noun} of {0}?", "Get the {noun} of {0}.", "Tell me the {noun} of {0}.", "Find the {noun} for {0}."),
@@ -35,6 +43,10 @@ LOOKUPS = (
         "I need the {noun} of {0}.",
         "Show the {noun} of {0}.",
         "{noun} of {0}?",
+        "Where is my {noun} {0}?",
+        "Set the {noun} to {0}.",
+        "{noun} {0}",
+        "Look up {noun} {0}.",
         "Give me the {noun} of {0}.",
     ),
 )
@@ -59,7 +71,8 @@ class Tool:
 
 
 def declare(rng: Random, skill: Skill) -> Tool:
-    """A member of a family of tools, with its own keys and wording."""
+    """A member of a family of tools, with its own keys and wording; optional parameters come and go."""
+    skill = replace(skill, params=tuple(p for p in skill.params if not p.optional or rng.random() < 0.4))
     name = rng.choice(skill.names) if rng.random() < 0.92 else words.invented(rng)
     keys = [rng.choice(param.keys) if rng.random() < 0.9 else words.invented(rng) for param in skill.params]
     if len(set(keys)) < len(keys):
@@ -84,7 +97,7 @@ def invented_skill(rng: Random) -> Skill:
         "{}_tool",
         "do_{}",
     )
-    kinds = ("word", "city", "person", "code", "number", "phrase", "count", "device")
+    kinds = ("word", "city", "person", "code", "number", "phrase", "count", "device", "decimal", "flag")
     some = (
         "key",
         "name",
@@ -140,31 +153,43 @@ def used(rng: Random, memory: Memory, tools: list[Tool]) -> Turn:
     """A request for one of the declared tools, its call, and the answer from its reply."""
     memory.total = None
     tool = rng.choice(tools)
-    shown = [value(rng, param.kind) for param in tool.skill.params]
-    explicit = not tool.skill.asks or rng.random() < (0.35 if tool.skill.names[0].count("_") else 0.2)
-    if explicit and tool.keys:
-        link = rng.choice(LINKS)
-        pairs = [link.format(k=k, v=v) for k, v in zip(tool.keys, shown, strict=True)]
-        args = " and ".join(pairs) if len(pairs) < 3 or rng.random() < 0.3 else ", ".join(pairs)
-        user = rng.choice(EXPLICIT).format(name=tool.name, args=args)
-    elif explicit:
-        user = rng.choice(EXPLICIT_BARE).format(name=tool.name)
-    else:
-        ask = rng.choice(tool.skill.asks)
-        user = _asked(rng, ask, shown)
-    arguments = {key: typed(p.kind, v) for key, p, v in zip(tool.keys, tool.skill.params, shown, strict=True)}
+    given = [
+        (key, param, value(rng, param.kind))
+        for key, param in zip(tool.keys, tool.skill.params, strict=True)
+        if not param.optional or rng.random() < 0.5
+    ]
+    shown = [text for _, _, text in given]
+    user = _explicit(rng, tool, given) if not tool.skill.asks or rng.random() < 0.25 else _asked(rng, tool, given)
+    arguments = {key: typed(param.kind, text) for key, param, text in given}
     result, told = _result(rng, tool.skill, shown)
-    given = " and ".join(f"{k} {v}" for k, v in zip(tool.keys, shown, strict=True))
-    full = f"I need the tool {tool.name}." + (f" I give it {given}." if given else "")
+    listed = " and ".join(f"{key} {text}" for key, _, text in given)
+    full = f"I need the tool {tool.name}." + (f" I give it {listed}." if listed else "")
     return Turn("call", user, f"I use {tool.name}.", full, call=Call(tool.name, arguments, result, told))
 
 
-def _asked(rng: Random, ask: str, shown: list[str]) -> str:
-    """The request, its own words in any case, the arguments as they are."""
+def _explicit(rng: Random, tool: Tool, given: list[tuple[str, Param, str]]) -> str:
+    """A request that names the tool and what to give it."""
+    if not given:
+        return rng.choice(EXPLICIT_BARE).format(name=tool.name)
+    if len(given) == 1 and rng.random() < 0.3:
+        return rng.choice(EXPLICIT_ONE).format(name=tool.name, v=given[0][2])
+    link = rng.choice(LINKS)
+    pairs = [link.format(k=key, v=text) for key, _, text in given]
+    args = " and ".join(pairs) if len(pairs) < 3 or rng.random() < 0.3 else ", ".join(pairs)
+    return rng.choice(EXPLICIT).format(name=tool.name, args=args)
+
+
+def _asked(rng: Random, tool: Tool, given: list[tuple[str, Param, str]]) -> str:
+    """A request in other words: these in any case, the arguments as they are."""
+    ask = rng.choice(tool.skill.asks)
+    end = ask[-1] if ask[-1] in ".?" else ""
+    for place, (_, param, _) in enumerate(given):
+        if param.optional:
+            ask = ask.removesuffix(end) + param.optional.format(v=f"{{{place}}}") + end
     marked = casing(rng, ask)
     if rng.random() < 0.1:
         marked = rng.choice(("Please: ", "Hi! ", "Hello, ", "Hey, ", "Now: ", "Okay. ")) + marked
-    for place, text in enumerate(shown):
+    for place, (_, _, text) in enumerate(given):
         marked = marked.replace(f"{{{place}}}", text)
     return marked
 
@@ -176,8 +201,25 @@ def _result(rng: Random, skill: Skill, shown: list[str]) -> tuple[str, str]:
     failed = rng.random() < 0.05
     forms = FAILURES if failed else (*skill.results, *TEXT_RESULTS) if rng.random() < 0.25 else skill.results
     result = rng.choice(forms).format(*shown, **fill)
+    if not failed and rng.random() < 0.15:
+        result = _object(rng)
     answer = "The tool failed: {r}." if failed else skill.answer
     return result, answer.format(*shown, r=told(result))
+
+
+def _object(rng: Random) -> str:
+    """A reply of one to four keys, spaced or not."""
+    keys = [words.invented(rng) if rng.random() < 0.4 else rng.choice(REPLY_KEYS) for _ in range(rng.randint(1, 4))]
+    makers = (
+        lambda: rng.randint(-20, 2000),
+        lambda: words.phrase(rng, 3),
+        lambda: rng.choice(words.SKY),
+        lambda: rng.randint(0, 999) / 10,
+        lambda: rng.choice((True, False)),
+        lambda: words.code(rng),
+    )
+    found = {key: rng.choice(makers)() for key in keys}
+    return json.dumps(found, ensure_ascii=False, separators=rng.choice(((", ", ": "), (",", ":"))))
 
 
 def told(result: str) -> str:

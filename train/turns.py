@@ -38,6 +38,7 @@ class Memory:
     name: str | None = None
     kept: str | None = None
     tools: bool = False
+    operations: str = "+-×"  # those that no declared tool does
 
 
 @dataclass(frozen=True)

@@ -3,30 +3,47 @@
 from random import Random
 
 NAMES = (
-    "Ana Ben Carla David Emma Farid Grace Hugo Ines Jonas Kate Liam Maria Nora Omar Paula Quinn Rosa Sam Tara Uma Victor "
-    "Wei Xenia Yuki Zoe Alice Bob Carol Dan Eva Frank Gina Henry Ivan Julia"
+    "Ana Ben Carla David Emma Farid Grace Hugo Ines Jonas Kate Liam Maria Nora Omar Paula Quinn Rosa Sam Tara Uma "
+    "Victor Wei Xenia Yuki Zoe Alice Bob Carol Dan Eva Frank Gina Henry Ivan Julia"
 ).split()
 
-CITIES = (
-    "Paris London Berlin Rome Madrid Tokyo Oslo Vienna Prague Cairo Lima Delhi Boston Chicago Dublin Athens Lisbon Warsaw "
-    "Zurich Munich Sydney Toronto Seoul Beijing Nairobi Havana Kyoto Osaka Milan Geneva Hamburg Denver Seattle Moscow "
-    "Istanbul Bangkok Singapore Helsinki Stockholm Copenhagen Amsterdam Brussels Budapest Lagos Bogota Santiago"
-).split() + ["New York", "San Francisco", "Los Angeles", "Cape Town", "Hong Kong", "Buenos Aires", "Mexico City"]
+ONE_WORD_CITIES = (
+    "Paris London Berlin Rome Madrid Tokyo Oslo Vienna Prague Cairo Lima Delhi Boston Chicago Dublin Athens "
+    "Lisbon Warsaw Zurich Munich Sydney Toronto Seoul Beijing Nairobi Havana Kyoto Osaka Milan Geneva Hamburg "
+    "Denver Seattle Moscow Istanbul Bangkok Singapore Helsinki Stockholm Copenhagen Amsterdam Brussels "
+    "Budapest Lagos Bogota Santiago"
+).split()
+CITIES = [
+    *ONE_WORD_CITIES,
+    "New York",
+    "San Francisco",
+    "Los Angeles",
+    "Cape Town",
+    "Hong Kong",
+    "Buenos Aires",
+    "Mexico City",
+    "Paris, France",
+    "San Francisco, CA",
+    "London, UK",
+    "Berlin, Germany",
+]
 
 NOUNS = (
-    "apple river table cloud stone garden window bread mountain lamp bird letter bridge forest coffee paper summer winter "
-    "door train music dog cat horse house tree road boat star moon sun rain snow fire water book pen chair cup plate shoe "
-    "hat coat king queen child friend teacher doctor farmer city village island ocean lake field hill valley banana lemon "
-    "cherry potato carrot tomato cheese butter sugar salt honey egg fish tiger lion wolf bear mouse rabbit frog snake eagle"
+    "apple river table cloud stone garden window bread mountain lamp bird letter bridge forest coffee paper summer "
+    "winter door train music dog cat horse house tree road boat star moon sun rain snow fire water book pen chair "
+    "cup plate shoe hat coat king queen child friend teacher doctor farmer city village island ocean lake field "
+    "hill valley banana lemon cherry potato carrot tomato cheese butter sugar salt honey egg fish tiger lion wolf "
+    "bear mouse rabbit frog snake eagle"
 ).split()
 
 WORDS = (
-    "the a one my your this that every no some blue red green yellow black white small big old new happy sad quick slow "
-    "warm cold bright dark quiet loud soft hard sweet kind brave calm is was has sees likes finds takes gives makes runs "
-    "walks jumps sings sleeps reads writes eats drinks opens closes and or but with without over under near behind in on "
-    "at for from to into about now then here there today tomorrow never always often again very too well fox hello world "
-    "yes good night morning evening I you we they he she it are am be can will not do does go come see know think like want "
-    "need time day year way man woman people life hand part place case week work point number fact jumped lazy brown"
+    "the a one my your this that every no some blue red green yellow black white small big old new happy sad quick "
+    "slow warm cold bright dark quiet loud soft hard sweet kind brave calm is was has sees likes finds takes gives "
+    "makes runs walks jumps sings sleeps reads writes eats drinks opens closes and or but with without over under "
+    "near behind in on at for from to into about now then here there today tomorrow never always often again very "
+    "too well fox hello world yes good night morning evening I you we they he she it are am be can will not do does "
+    "go come see know think like want need time day year way man woman people life hand part place case week work "
+    "point number fact jumped lazy brown"
 ).split()
 
 THINGS = "apples books coins pens eggs cards balls stamps shells cups keys stones flowers cookies toys".split()
@@ -37,8 +54,8 @@ SKY = ["sunny", "cloudy", "rainy", "windy", "snowy", "foggy", "clear", "stormy",
 WORLD = "é ü ñ ø ç 你好 世界 мир Grüße café naïve señor 😀 🎉 → ± € ß".split()
 
 SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen twenty"
 ).split()
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -83,6 +100,27 @@ def phrase(rng: Random, most: int = 8) -> str:
     style = rng.random()
     return (
         text.capitalize() if style < 0.2 else text.upper() if style < 0.27 else text.title() if style < 0.32 else text
+    )
+
+
+def listing(rng: Random) -> str:
+    """A long phrase: many words, or a few words again and again."""
+    words = [some_word(rng) for _ in range(rng.randint(2, 24))]
+    return " ".join(words * rng.randint(1, max(1, 40 // len(words))))
+
+
+def filler(rng: Random) -> str:
+    """A long text of no use."""
+    words = [some_word(rng) for _ in range(rng.randint(1, 60))]
+    text = " ".join(words)
+    return (text + rng.choice((" ", ". ", "\n"))) * rng.randint(1, max(1, 500 // (len(words) * 4)))
+
+
+def code(rng: Random) -> str:
+    """A number or name of a thing: "A-1234", "48213", "blor_7"."""
+    head, digits = scramble(rng, 1, 3).upper(), str(rng.randint(0, 99999))
+    return rng.choice(
+        (f"{head}-{digits}", f"{head}{digits}", digits, f"#{digits}", f"{invented(rng)}_{digits}", head + head)
     )
 
 
