@@ -87,3 +87,13 @@ def logits(model: MuseSparkForConditionalGeneration, tokens: Tensor, **more: Any
     """float32 [B, T, V]."""
     with torch.no_grad():
         return model(input_ids=tokens, **more).logits.float()
+
+
+def generate(model: MuseSparkForConditionalGeneration, prompt: Tensor, count: int) -> Tensor:
+    """The greedy continuation over transformers' own cache: int64 [1, T] -> [1, T + count]."""
+    # Its sliding cache keeps the last `window - 1` keys as [-(window - 1):], which for a window of 1 is all of them.
+    loose: Any = model
+    cached = loose.config.text_config.sliding_window > 1
+    return loose.generate(
+        prompt, max_new_tokens=count, do_sample=False, use_cache=cached, attention_mask=torch.ones_like(prompt)
+    )
