@@ -1,8 +1,11 @@
 """Conversations as a function of a seed: the mixture, messages, tokens, what is learned of them, batches."""
 
+# ruff: noqa: RUF001, RUF003 (the signs × and − are meant)
+
 import json
 import re
 import zlib
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -14,6 +17,7 @@ from torch import Tensor
 from train import asked, sums, talk, tools, words
 from train.turns import Conversation, Json, Memory, Turn
 
+FOLDER = Path(__file__).parent.parent / "muse_fn" / "nano"
 HELD_OUT = 20  # one request in this many is kept from training
 EFFORTS = (None, None, None, "low", "medium", "high", "xhigh")
 BRIEF = ("low", "medium")
@@ -152,6 +156,17 @@ class Codec(NamedTuple):
     def ids(self, text: str) -> list[int]:
         """Tokens of a rendered text: control tokens as single ids, nothing added."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def stops(self) -> tuple[int, ...]:
+        """The tokens that end a turn."""
+        ids = (self.tokenizer.token_to_id(name) for name in ("<|eot|>", "<|end_of_text|>"))
+        return tuple(i for i in ids if i is not None)
+
+
+def codec_of(folder: Path = FOLDER) -> Codec:
+    """The codec of a checkpoint folder, by default of the embedded one."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return codec((folder / "chat_template.jinja").read_text(encoding="utf-8"), tokenizer)
 
 
 def codec(template: str, tokenizer: Tokenizer) -> Codec:

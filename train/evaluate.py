@@ -7,27 +7,23 @@ exactly what was expected.
 """
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
-import torch
-from torch import Tensor
-
-from muse_fn.kvcache.cache import View, blocks_for, init_cache, own_blocks
-from muse_fn.params.config import Config
-from muse_fn.params.tree import Params
-from muse_fn.step import advance, decode, prefill
-from train.data import Codec, conversation, forgotten, held_out, messages
+from muse_fn.generation import Settings, generate
+from muse_fn.load import Model, load
+from muse_fn.serve.chat import render_chat
+from train.data import FOLDER, Codec, codec_of, conversation, forgotten, held_out, messages
 from train.turns import Conversation, Json
 
 TASKS = (
     *("greeting", "sum", "follow-up", "json", "repeat", "count", "memory", "limits"),
     *("call", "tool answer", "no call needed", "two or more turns"),
 )
-BLOCK = 16
-MOST_PROMPT = 900
+WIDTH = 64  # prompts in a batch
+MOST_PROMPT = 2700  # characters
+MOST_ANSWER = 200  # tokens
 
 
 class Case(NamedTuple):
@@ -35,6 +31,8 @@ class Case(NamedTuple):
 
     task: str
     request: str
+    talked: Conversation
+    said: list[Json]  # the messages of the prompt
     prompt: str
     want: str
 
@@ -57,7 +55,7 @@ def cases(code: Codec, seed: int, count: int) -> list[Case]:
             continue
         for task in _tasks(talked):
             case = _case(code, talked, task, history=rng.random() < 0.5)
-            if len(found[task]) < count and len(case.prompt) < 3 * MOST_PROMPT:
+            if len(found[task]) < count and len(case.prompt) < MOST_PROMPT:
                 found[task].append(case)
     return [case for some in found.values() for case in some]
 
@@ -77,7 +75,7 @@ def _case(code: Codec, talked: Conversation, task: str, *, history: bool) -> Cas
     said = said if history else forgotten(said)
     prompt = code.text(talked, said[:-1], prompt=True)
     want = code.text(talked, said).removeprefix(prompt)
-    return Case(task, _request(said), prompt, after_reasoning(want))
+    return Case(task, _request(said), talked, said[:-1], prompt, after_reasoning(want))
 
 
 def _request(said: list[Json]) -> str:
@@ -89,56 +87,15 @@ def after_reasoning(text: str) -> str:
     return text.partition("<|eom|>")[2]
 
 
-def generate(
-    params: Params, config: Config, prompts: list[list[int]], stop: Iterable[int], most: int, device: torch.device
-) -> list[list[int]]:
-    """Greedy continuations of prompts of any lengths, up to and with the first stop token."""
-    longest = max(len(ids) for ids in prompts)
-    table = own_blocks(len(prompts), longest + most, BLOCK, device=str(device))
-    each = blocks_for(longest + most, BLOCK)
-    kv = init_cache(config, 1 + len(prompts) * each, BLOCK, dtype=params.embed.dtype, device=str(device))
-    tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts], device=device)
-    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-    view = View(table, torch.zeros_like(lengths), lengths)
-    z, kv = prefill(params, tokens, kv, view, config)
-    stops, done, out = torch.tensor(list(stop), device=device), torch.zeros_like(lengths, dtype=torch.bool), []
-    for _ in range(most):
-        token = z.argmax(-1)
-        out.append(token)
-        done |= torch.isin(token, stops)
-        if done.all():
-            break
-        view = advance(view)
-        z, kv = decode(params, token[:, None], kv, view, config)
-        z = z[:, -1]
-    return [_until(row, stops) for row in torch.stack(out, 1)]
-
-
-def _until(row: Tensor, stops: Tensor) -> list[int]:
-    ends = torch.isin(row, stops).nonzero()
-    return row[: int(ends[0]) + 1 if len(ends) else len(row)].tolist()
-
-
-@torch.no_grad()
-def score(
-    params: Params,
-    config: Config,
-    wanted: list[Case],
-    code: Codec,
-    device: torch.device,
-    width: int = 64,
-    most: int = 200,
-) -> list[Result]:
-    """The results of all cases, in batches of prompts of like length."""
-    stop = [code.tokenizer.token_to_id("<|eot|>"), code.tokenizer.token_to_id("<|end_of_text|>")]
-    ids = [code.ids(case.prompt) for case in wanted]
-    order = sorted(range(len(wanted)), key=lambda i: len(ids[i]))
+def score(model: Model, wanted: list[Case], prompts: list[list[int]], code: Codec) -> list[Result]:
+    """The results of all cases, greedily, in batches of prompts of like length."""
+    settings = Settings(max_new_tokens=MOST_ANSWER, stop_tokens=code.stops())
+    order = sorted(range(len(wanted)), key=lambda i: len(prompts[i]))
     results: dict[int, Result] = {}
-    for at in range(0, len(order), width):
-        some = order[at : at + width]
-        outs = generate(params, config, [ids[i] for i in some], stop, most, device)
-        for i, out in zip(some, outs, strict=True):
-            got = after_reasoning(code.tokenizer.decode(out, skip_special_tokens=False))
+    for at in range(0, len(order), WIDTH):
+        some = order[at : at + WIDTH]
+        for i, out in zip(some, generate(model, [prompts[i] for i in some], settings), strict=True):
+            got = after_reasoning(code.tokenizer.decode(list(out.tokens), skip_special_tokens=False))
             results[i] = Result(wanted[i], got, got == wanted[i].want)
     return [results[i] for i in range(len(wanted))]
 
@@ -152,24 +109,38 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Scores a saved checkpoint through load, template, prefill and decode."""
-    import muse_fn
-    from train.nano import nano_codec
+def report(results: list[Result], most: int = 20) -> str:
+    """The table, then what went wrong."""
+    wrong = [r for r in results if not r.right][:most]
+    told = [f"wrong {r.case.task}: {r.case.request!r}\n  want {r.case.want!r}\n  got  {r.got!r}" for r in wrong]
+    return "\n".join([table(results), *told])
 
+
+def served(model: Model, case: Case) -> list[int]:
+    """The prompt's tokens as the server makes them."""
+    assert model.tokenizer is not None
+    talked = case.talked
+    variables: dict[str, Any] = {"current_date": talked.date} if talked.date else {}
+    pieces = render_chat(
+        model.tokenizer,
+        cast("Any", case.said),
+        tools=cast("Any", list(talked.tools) or None),
+        reasoning_effort=talked.effort,
+        variables=variables,
+    )
+    return model.tokenizer.encode_pieces(pieces)
+
+
+def main() -> None:
+    """Scores a saved checkpoint: load, render, prefill, decode as the server does them."""
     parser = argparse.ArgumentParser(description="Score a nano checkpoint on held-out conversations.")
-    parser.add_argument("--model", type=Path, default=Path("muse_fn/nano"))
-    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--model", type=Path, default=FOLDER)
+    parser.add_argument("--count", type=int, default=100, help="conversations per task")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    model = muse_fn.load(args.model)
-    code = nano_codec()
-    results = score(model.params, model.config, cases(code, 0, args.count), code, torch.device("cpu"))
-    print(table(results))
-    for result in results:
-        if not result.right:
-            print(
-                f"wrong {result.case.task}: {result.case.request!r}\n  want {result.case.want!r}\n  got  {result.got!r}"
-            )
+    model, code = load(args.model), codec_of(args.model)
+    wanted = cases(code, args.seed, args.count)
+    print(report(score(model, wanted, [served(model, case) for case in wanted], code)))
 
 
 if __name__ == "__main__":

@@ -14,16 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Dataset
 
+from muse_fn.load import Model
 from muse_fn.params.config import Config
-from muse_fn.params.tree import Params
-from train.data import Batch, Codec, batch, codec
-from train.evaluate import cases, score, table
+from train.data import Batch, Codec, batch, codec_of
+from train.evaluate import cases, report, score
 from train.model import NANO, Pace, State, start, stepper, stored
-from train.vocabulary import FOLDER
 
 WARMUP = 200
 PACKED_FROM = 0.7  # the share of the run after which the inner experts are seen in 4 bits
@@ -41,14 +39,8 @@ class Batches(Dataset[Batch]):
 
     def __getitem__(self, number: int) -> Batch:
         if self.code is None:  # in the worker: a template does not travel between processes
-            self.code = nano_codec()
+            self.code = codec_of()
         return batch(self.seed, number, self.rows, self.length, self.code)
-
-
-def nano_codec() -> Codec:
-    """The embedded checkpoint's template and tokenizer."""
-    template = (FOLDER / "chat_template.jinja").read_text()
-    return codec(template, Tokenizer.from_file(str(FOLDER / "tokenizer.json")))
 
 
 def pace(number: int, steps: int, peak: float, device: str) -> Pace:
@@ -76,10 +68,12 @@ def train(args: argparse.Namespace, config: Config, log: Log) -> State:
     device, dtype = args.device, torch.bfloat16 if args.device == "cuda" else torch.float32
     step = stepper(config, args.compile)
     state = start(config, args.seed, device)
+    if args.begin:
+        state = State({path: leaf.to(device) for path, leaf in load_file(args.begin).items()}, *state[1:])
     log(f"{sum(v.numel() for v in state.values.values())} parameters, torch {torch.__version__}, {vars(args)}")
     since, seen = time.perf_counter(), 0
     for number, rows in enumerate(loaded(args)):
-        packed = number >= PACKED_FROM * args.steps
+        packed = number >= PACKED_FROM * args.steps or args.begin is not None
         there = Batch(*(x.to(device, non_blocking=True) for x in rows))
         with torch.no_grad():
             params = stored(state.values, config, dtype, packed)
@@ -92,9 +86,6 @@ def train(args: argparse.Namespace, config: Config, log: Log) -> State:
             told = f"loss {value.item():.4f}  right {aux.right.item():.4f}  load {peak:.2f}"
             log(f"step {number + 1:6d}  {told}  {seen / took:9.0f} tokens/s{'  packed' if packed else ''}")
             since, seen = time.perf_counter(), 0
-        if args.check and number % args.check == args.check - 1 and number < args.steps - 1:
-            evaluate(stored(state.values, config, torch.float32, packed), config, args, 32, log)
-            since = time.perf_counter()
         if args.seconds and time.perf_counter() - args.begun > args.seconds:
             log(f"stopped after {number + 1} steps: {args.seconds} s are over")
             break
@@ -115,23 +106,12 @@ def loaded(args: argparse.Namespace) -> Iterator[Batch]:
     )
 
 
-def evaluate(params: Params, config: Config, args: argparse.Namespace, count: int, log: Log) -> None:
-    """Held-out conversations, greedily, to the log."""
-    code = nano_codec()
-    results = score(
-        params,
-        config,
-        cases(code, 0, count),
-        code,
-        torch.device(args.device),
-        width=64 if args.device == "cpu" else 256,
-    )
-    log(table(results))
-    shown = [r for r in results if not r.right][:12]
-    for result in shown:
-        log(
-            f"  wrong {result.case.task}: {result.case.request!r}\n    want {result.case.want!r}\n    got  {result.got!r}"
-        )
+def evaluate(state: State, config: Config, args: argparse.Namespace, log: Log) -> None:
+    """Held-out conversations to the log, answered by what the checkpoint will hold."""
+    code = codec_of()
+    wanted = cases(code, 0, args.count)
+    model = Model(config, stored(state.values, config, torch.float32, packed=True), None)
+    log(report(score(model, wanted, [code.ids(case.prompt) for case in wanted], code)))
 
 
 def arguments() -> argparse.Namespace:
@@ -146,9 +126,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0, help="processes that make batches")
     parser.add_argument("--compile", action="store_true", help="torch.compile the step")
     parser.add_argument("--every", type=int, default=100, help="steps between log lines")
-    parser.add_argument("--check", type=int, default=0, help="steps between evaluations, 0 for none")
     parser.add_argument("--count", type=int, default=100, help="held-out conversations per task at the end, 0 for none")
     parser.add_argument("--seconds", type=float, default=0, help="stop early after so many seconds")
+    parser.add_argument("--begin", type=Path, help="trained.safetensors of an earlier run to go on from")
     parser.add_argument("--out", type=Path, default=Path("train/out"))
     parser.set_defaults(begun=time.perf_counter())
     return parser.parse_args()
@@ -162,7 +142,7 @@ def main() -> int:
     state = train(args, NANO, log)
     save_file({path: value.cpu() for path, value in state.values.items()}, args.out / "trained.safetensors")
     if args.count:
-        evaluate(stored(state.values, NANO, torch.float32, True), NANO, args, args.count, log)
+        evaluate(state, NANO, args, log)
     log(f"{time.perf_counter() - args.begun:.0f} s")
     return 0
 

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer
 
 import muse_fn
 from muse_fn.params.config import Config
+from train.data import FOLDER
 from train.model import NANO, stored
-from train.vocabulary import BOS, EOS, FOLDER, PAD
+from train.vocabulary import BOS, EOS, PAD
 
 
 def nano_config(tokenizer: Tokenizer) -> Config:

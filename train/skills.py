@@ -1,22 +1,10 @@
 """The tools that synthetic users declare: their names, what they take, how one asks for them, what they reply."""
 
-import json
+# ruff: noqa: RUF001, RUF003 (the signs × and − are meant)
+
 from dataclasses import dataclass
-from random import Random
-from typing import Any
 
-from train import words
-from train.turns import Json
-
-
-@dataclass(frozen=True)
-class Param:
-    """A parameter under any of several keys; `kind` says how its values are drawn."""
-
-    keys: tuple[str, ...]
-    kind: str
-    about: str
-    optional: str = ""  # how a request mentions it, if it does: " in {v}"
+from train.arguments import Param
 
 
 @dataclass(frozen=True)
@@ -34,20 +22,12 @@ class Skill:
 
 TEXT_RESULTS = ("{w}", "{w} {v}", "{n}", "ok", "done", '{{"status": "ok"}}', '{{"result": "{w}"}}', '{{"value": {n}}}')
 
-UNITS = ("celsius", "fahrenheit")
-TYPES = {
-    "number": ("integer", "number"),
-    "count": ("integer", "number"),
-    "decimal": ("number",),
-    "flag": ("boolean",),
-}  # JSON types of the kinds that are not strings
-
 UNIT = Param(("unit", "units", "scale"), "unit", "Unit of temperature", " in {v}")
 LIMIT = Param(("limit", "count", "max_results", "n"), "count", "How many results", ", at most {v}")
 CITY = Param(("city", "location", "place", "town"), "city", "Name of the city")
 A = Param(("a", "x", "first", "left"), "number", "First number")
 B = Param(("b", "y", "second", "right"), "number", "Second number")
-QUERY = Param(("query", "q", "text", "terms"), "phrase", "What to search for")
+QUERY = Param(("query", "q", "text", "terms"), "topic", "What to search for")
 MINUTES = Param(("minutes", "duration", "time", "length"), "count", "How long, in minutes")
 PERSON = Param(("to", "recipient", "name", "person", "contact"), "person", "Who it is for")
 BODY = Param(("text", "message", "body", "content"), "phrase", "What to write")
@@ -351,60 +331,3 @@ SKILLS = (
         "The time {0}: {r}.",
     ),
 )
-
-
-def value(rng: Random, kind: str) -> str:
-    """One argument as the user writes it, which for numbers and flags is JSON."""
-    match kind:
-        case "number":
-            return str(rng.randint(0, rng.choice((9, 20, 99, 999, 9999))))
-        case "count":
-            return str(rng.randint(1, rng.choice((10, 60, 120))))
-        case "city":
-            return words.city(rng)
-        case "person":
-            return words.person(rng)
-        case "language":
-            return rng.choice(words.LANGUAGES)
-        case "device":
-            return rng.choice(words.DEVICES) if rng.random() < 0.7 else words.invented(rng)
-        case "word":
-            return words.some_word(rng)
-        case "code":
-            return words.scramble(rng, 2, 5).upper() if rng.random() < 0.4 else words.code(rng)
-        case "decimal":
-            return f"{rng.randint(0, 99)}.{rng.randint(1, 99)}"
-        case "flag":
-            return rng.choice(("true", "false"))
-        case "unit":
-            return rng.choice(UNITS)
-        case "clock":
-            return f"{rng.randint(0, 23)}:{rng.randint(0, 59):02}"
-        case _:
-            return words.phrase(rng, rng.choice((1, 2, 4)))
-
-
-def typed(kind: str, text: str) -> Any:
-    """The argument as JSON."""
-    return json.loads(text) if kind in TYPES else text
-
-
-def schema(rng: Random, name: str, about: str, keys: list[tuple[str, Param]]) -> Json:
-    """An OpenAI tool definition; optional parts come and go."""
-    described = rng.random() < 0.5
-    properties: Json = {}
-    for key, param in keys:
-        properties[key] = {"type": rng.choice(TYPES.get(param.kind, ("string",)))}
-        if param.kind == "unit":
-            properties[key]["enum"] = list(UNITS)
-        if described:
-            properties[key]["description"] = param.about
-    parameters: Json = {"type": "object", "properties": properties}
-    if keys and rng.random() < 0.85:
-        parameters["required"] = [key for key, param in keys if not param.optional]
-    if rng.random() < 0.1:
-        parameters["additionalProperties"] = False
-    if not keys and rng.random() < 0.2:
-        parameters = {}
-    function: Json = {"name": name, "description": about if rng.random() < 0.93 else "", "parameters": parameters}
-    return {"type": "function", "function": function}

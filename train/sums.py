@@ -1,5 +1,7 @@
 """Small sums, asked in many ways, alone or following on from the last result."""
 
+# ruff: noqa: RUF001, RUF003 (the signs × and − are meant)
+
 from random import Random
 
 from train.turns import Memory, Turn
@@ -77,11 +79,14 @@ ORDERS = {
 STORIES = {
     "+": (
         "{n} has {a} {t} and gets {b} more. How many {t} does {n} have?",
+        "If I have {a} {t} and buy {b} more, how many {t} do I have?",
         "I have {a} {t} and you have {b} {t}. How many {t} do we have together?",
         "There are {a} {t} on the table and {b} {t} in the box. How many {t} are there?",
     ),
     "-": (
         "{n} has {a} {t} and gives away {b}. How many {t} are left?",
+        "If I have {a} {t} and eat {b}, how many are left?",
+        "If I have {a} {t} and lose {b}, how many {t} do I have?",
         "I had {a} {t} and lost {b}. How many {t} do I have now?",
     ),
     "×": (
@@ -101,6 +106,20 @@ FOLLOWS = {
     ),
     "×": ("And times {b}?", "Times {b}?", "Now multiply that by {b}.", "Multiply that by {b}.", "times {b}"),
 }
+PLAIN_COUNTS = (
+    "Count to {z}.",
+    "Count from 1 to {z}.",
+    "Please count to {z}.",
+    "Can you count to {z}?",
+    "Count up to {z}.",
+)
+DOWN_COUNTS = (
+    "Count down from {y}.",
+    "Count down from {y} to 1.",
+    "Count backwards from {y}.",
+    "Count from {y} down to 1.",
+)
+RANGED_COUNTS = ("Count from {y} to {z}.", "Please count from {y} to {z}.", "List the numbers from {y} to {z}.")
 BARE = (
     " Answer with just the number.",
     " Only the number, please.",
@@ -201,14 +220,9 @@ def count(rng: Random, memory: Memory) -> Turn:
     high = min(30, low + rng.randint(1, 24))
     down = rng.random() < 0.25
     first, last = (high, low) if down else (low, high)
-    plain = (
-        "Count to {z}.",
-        "Count from 1 to {z}.",
-        "Please count to {z}.",
-        "Can you count to {z}?",
-        "Count up to {z}.",
-    )
-    ranged = ("Count from {y} to {z}.", "Please count from {y} to {z}.", "List the numbers from {y} to {z}.")
-    user = casing(rng, rng.choice(ranged if down or low != 1 else plain).format(y=first, z=last))
+    if down and rng.random() < 0.4:
+        first, last = high, 1
+    plain = PLAIN_COUNTS if low == 1 and not down else DOWN_COUNTS if down and last == 1 else RANGED_COUNTS
+    user = casing(rng, rng.choice(plain).format(y=first, z=last))
     said = ", ".join(str(n) for n in range(first, last + (-1 if down else 1), -1 if down else 1)) + "."
     return Turn("count", user, f"From {first} to {last}.", f"I count from {first} to {last}.", said)

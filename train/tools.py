@@ -6,7 +6,8 @@ from random import Random
 from typing import cast
 
 from train import words
-from train.skills import SKILLS, TEXT_RESULTS, Param, Skill, schema, typed, value
+from train.arguments import Param, schema, typed, value
+from train.skills import SKILLS, TEXT_RESULTS, Skill
 from train.turns import Call, Json, Memory, Turn
 from train.words import casing
 
@@ -34,6 +35,23 @@ EXPLICIT_ONE = (
     "Run {name} on {v}.",
     "Call {name} with {v}.",
 )
+SHAPES = (
+    "get_{}",
+    "{}",
+    "fetch_{}",
+    "{}_lookup",
+    "find_{}",
+    "read_{}",
+    "{}_of",
+    "load_{}",
+    "get{}",
+    "{}_tool",
+    "do_{}",
+)
+KINDS = ("word", "city", "person", "code", "code", "code", "number", "phrase", "count", "device", "decimal", "flag")
+KEYS = "key name value id item input kind user path level size color data mode arg".split()
+ABOUTS = ("Get the {} of something.", "Get the {}.", "The {}", "Reads the {}.", "Returns the {} of an item.")
+BARE_LOOKUPS = ("Get the {}.", "What is the {}?", "Show me the {}.", "I need the {}.", "Tell me the {}.")
 REPLY_KEYS = "status eta unit name city price total id state count title date temperature conditions ok wind".split()
 LINKS = ("{k} = {v}", "{k}={v}", "{k} {v}", "{k}: {v}", "{k} set to {v}", 'the {k} "{v}"', '{k} = "{v}"', "{v} as {k}")
 LOOKUPS = (
@@ -44,6 +62,9 @@ LOOKUPS = (
         "Show the {noun} of {0}.",
         "{noun} of {0}?",
         "Where is my {noun} {0}?",
+        "What is the status of {noun} {0}?",
+        "Check {noun} {0}.",
+        "Show me {noun} {0}, please.",
         "Set the {noun} to {0}.",
         "{noun} {0}",
         "Look up {noun} {0}.",
@@ -82,58 +103,15 @@ def declare(rng: Random, skill: Skill) -> Tool:
 
 
 def invented_skill(rng: Random) -> Skill:
-    """A family nobody has seen: "get_blorvent", one to three parameters of any kind, asked for by its noun."""
+    """A family nobody has seen: "get_blorvent", up to three parameters of any kind, asked for by its noun."""
     noun = words.invented(rng) if rng.random() < 0.5 else rng.choice(words.NOUNS)
-    shapes = (
-        "get_{}",
-        "{}",
-        "fetch_{}",
-        "{}_lookup",
-        "find_{}",
-        "read_{}",
-        "{}_of",
-        "load_{}",
-        "get{}",
-        "{}_tool",
-        "do_{}",
-    )
-    kinds = ("word", "city", "person", "code", "number", "phrase", "count", "device", "decimal", "flag")
-    some = (
-        "key",
-        "name",
-        "value",
-        "id",
-        "item",
-        "input",
-        "kind",
-        "user",
-        "path",
-        "level",
-        "size",
-        "color",
-        "data",
-        "mode",
-        "arg",
-    )
-    keys = rng.sample(some, 3) if rng.random() < 0.7 else [words.invented(rng) for _ in range(3)]
-    params = tuple(Param((key,), rng.choice(kinds), f"The {key}") for key in keys[: rng.choice((0, 1, 1, 1, 2, 2, 3))])
-    abouts = (
-        f"Get the {noun} of something.",
-        f"Get the {noun}.",
-        f"The {noun}",
-        f"Reads the {noun}.",
-        f"Returns the {noun} of an item.",
-    )
+    keys = rng.sample(KEYS, 3) if rng.random() < 0.7 else [words.invented(rng) for _ in range(3)]
+    params = tuple(Param((key,), rng.choice(KINDS), f"The {key}") for key in keys[: rng.choice((0, 1, 1, 1, 2, 2, 3))])
+    abouts = tuple(about.format(noun) for about in ABOUTS)
     asks = tuple(ask.replace("{noun}", noun) for ask in LOOKUPS) if len(params) == 1 else ()
     if not params:
-        asks = (
-            f"Get the {noun}.",
-            f"What is the {noun}?",
-            f"Show me the {noun}.",
-            f"I need the {noun}.",
-            f"Tell me the {noun}.",
-        )
-    return Skill((rng.choice(shapes).format(noun),), abouts, params, asks, TEXT_RESULTS)
+        asks = tuple(ask.format(noun) for ask in BARE_LOOKUPS)
+    return Skill((rng.choice(SHAPES).format(noun),), abouts, params, asks, TEXT_RESULTS)
 
 
 def declared(rng: Random) -> list[Tool]:

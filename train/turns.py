@@ -1,5 +1,7 @@
 """What a conversation is made of: turns, and the two strengths of reasoning."""
 
+# ruff: noqa: RUF001, RUF003 (the signs × and − are meant)
+
 from dataclasses import dataclass, field
 from typing import Any
 

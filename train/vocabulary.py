@@ -7,15 +7,13 @@ A space is a token of its own and never part of a word, and each digit is a toke
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from train.data import codec, conversation, messages
+from train.data import FOLDER, codec, conversation, messages
 from train.turns import Json
 
-FOLDER = Path(__file__).parent.parent / "muse_fn" / "nano"
 VOCABULARY = 1024
 NAMED = (
     *(

@@ -58,6 +58,17 @@ SMALL = (
     "seventeen eighteen nineteen twenty"
 ).split()
 
+SHORT = "don't it's I'm that's can't you're let's isn't won't o'clock what's we'll didn't Ana's dog's".split()
+RANGES = (
+    (0xA1, 0x17F),
+    (0x391, 0x3C9),
+    (0x410, 0x44F),
+    (0x4E00, 0x9FFF),
+    (0x3041, 0x3096),
+    (0x1F300, 0x1F64F),
+    (0x2190, 0x21FF),
+)
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ONSETS = "b c d f g h j k l m n p r s t v w z bl br ch cl dr fl gr kr pl pr sh sk st th tr".split()
 RHYMES = "a e i o u an en in on un ar er ir or ur al el il ol ai ea oo ee ast ent ink olm umb".split()
@@ -74,6 +85,13 @@ def scramble(rng: Random, low: int = 1, high: int = 6) -> str:
     return "".join(rng.choice(pool) for _ in range(rng.randint(low, high)))
 
 
+def foreign(rng: Random) -> str:
+    """A few letters or signs of one of the world's scripts."""
+    low, high = rng.choice(RANGES)
+    text = "".join(chr(rng.randint(low, high)) for _ in range(rng.randint(1, 4)))
+    return text if text.isprintable() else rng.choice(WORLD)
+
+
 def some_word(rng: Random) -> str:
     """A common, rare, invented or scrambled word."""
     kind = rng.random()
@@ -83,8 +101,10 @@ def some_word(rng: Random) -> str:
         return invented(rng)
     if kind < 0.78:
         return rng.choice(NAMES if rng.random() < 0.5 else CITIES)
-    if kind < 0.82:
-        return rng.choice(WORLD)
+    if kind < 0.83:
+        return rng.choice(SHORT)
+    if kind < 0.86:
+        return rng.choice(WORLD) if rng.random() < 0.5 else foreign(rng)
     return scramble(rng) if rng.random() < 0.7 else str(rng.randint(0, 9999))
 
 
@@ -96,7 +116,7 @@ def phrase(rng: Random, most: int = 8) -> str:
     if rng.random() < 0.15:
         at = rng.randrange(len(words))
         words[at] += rng.choice((",", ";", ":", "!", "?", "...", " -"))
-    text = " ".join(words)
+    text = (" " if rng.random() < 0.95 else "\n").join(words)
     style = rng.random()
     return (
         text.capitalize() if style < 0.2 else text.upper() if style < 0.27 else text.title() if style < 0.32 else text
@@ -114,6 +134,21 @@ def filler(rng: Random) -> str:
     words = [some_word(rng) for _ in range(rng.randint(1, 60))]
     text = " ".join(words)
     return (text + rng.choice((" ", ". ", "\n"))) * rng.randint(1, max(1, 500 // (len(words) * 4)))
+
+
+def topic(rng: Random) -> str:
+    """What one searches for: "cheap lamps to Oslo", "how to make bread"."""
+    forms = (
+        "{a} {n} in {c}",
+        "{a} {n} to {c}",
+        "how to make {n}",
+        "{n} for {m}",
+        "{n} about {m}",
+        "the best {n} of {c}",
+        "{a} {n}",
+    )
+    noun, other = rng.choice(NOUNS), rng.choice(NOUNS)
+    return rng.choice(forms).format(a=rng.choice(WORDS), n=noun, m=other, c=rng.choice(CITIES))
 
 
 def code(rng: Random) -> str:
