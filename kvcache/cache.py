@@ -61,28 +61,39 @@ def step_positions(view: View, length: int) -> Tensor:
     return view.past_B[:, None] + torch.arange(length, device=view.past_B.device)
 
 
-def append(kv: KVCache, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, view: View) -> KVCache:
+class Places(NamedTuple):
+    """A view worked out for a step of a certain length: the same for every layer."""
+
+    write: Tensor  # int64 [B*T]: the row of the flattened arena that each column goes to; padding goes to block 0
+    blocks: Tensor  # int64 [B*N]: the blocks of the context
+    pos_BS: Tensor  # int64, the positions of the context, -1 where empty
+
+
+def locate(view: View, length: int, block_size: int) -> Places:
+    """Where a step of `length` columns writes and what it reads."""
+    pos = step_positions(view, length)
+    column = (pos // block_size).clamp_max(view.table_BN.shape[1] - 1)
+    write = view.table_BN.gather(1, column) * block_size + pos % block_size
+    real = torch.arange(length, device=pos.device) < view.count_B[:, None]
+    place = torch.arange(view.table_BN.shape[1] * block_size, device=pos.device)
+    filled = place < (view.past_B + view.count_B)[:, None]
+    return Places(
+        torch.where(real, write, pos % block_size).flatten(), view.table_BN.flatten(), torch.where(filled, place, -1)
+    )
+
+
+def append(kv: KVCache, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, at: View | Places) -> KVCache:
     """The cache with a step's keys and values in it. Consumes `kv`."""
-    places = _places(view, k_BTKD.shape[1], kv.k[layer].shape[1])
+    places = at if isinstance(at, Places) else locate(at, k_BTKD.shape[1], kv.k[layer].shape[1])
     for arena, rows in ((kv.k[layer], k_BTKD), (kv.v[layer], v_BTKD)):
-        arena.flatten(0, 1).index_copy_(0, places, rows.flatten(0, 1).to(arena.dtype))
+        arena.flatten(0, 1).index_copy_(0, places.write, rows.flatten(0, 1).to(arena.dtype))
     return kv
 
 
-def _places(view: View, length: int, block_size: int) -> Tensor:
-    """int64 [B*T]: row of the flattened arena that each column goes to; padding goes to block 0."""
-    pos = step_positions(view, length)
-    column = (pos // block_size).clamp_max(view.table_BN.shape[1] - 1)
-    place = view.table_BN.gather(1, column) * block_size + pos % block_size
-    real = torch.arange(length, device=pos.device) < view.count_B[:, None]
-    return torch.where(real, place, pos % block_size).flatten()
-
-
-def context(kv: KVCache, layer: int, view: View, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def context(kv: KVCache, layer: int, at: View | Places, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values [B, S, K, D] of every sequence in order of position, and the positions [B, S], -1 where empty."""
-    blocks, batch = view.table_BN.flatten(), view.table_BN.shape[0]
+    places = at if isinstance(at, Places) else locate(at, 0, kv.k[layer].shape[1])
+    shape = (*places.pos_BS.shape, *kv.k[layer].shape[2:])
     # index_select copies whole blocks; indexing with the table goes element by element, four times slower on a CPU.
-    k, v = (side[layer].index_select(0, blocks).unflatten(0, (batch, -1)).flatten(1, 2) for side in (kv.k, kv.v))
-    k, v = k.to(dtype), v.to(dtype)
-    place = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
-    return k, v, torch.where(place < (view.past_B + view.count_B)[:, None], place, -1)
+    k, v = (side[layer].index_select(0, places.blocks).view(shape).to(dtype) for side in (kv.k, kv.v))
+    return k, v, places.pos_BS

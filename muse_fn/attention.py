@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from muse_fn.kernels.select import Ops
-from muse_fn.kvcache.cache import KVCache, View, append, context
+from muse_fn.kvcache.cache import KVCache, Places, View, append, context
 from muse_fn.norms import Rotary, plain_norm, rotate
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Attention
@@ -18,21 +17,22 @@ class Step(NamedTuple):
 
     pos_BT: Tensor  # int64 positions of the step's tokens
     rotary: Rotary
-    view: View | tuple[()]  # () without a cache: the step's own tokens are the whole context
+    view: View | Places | tuple[()]  # () without a cache: the step's own tokens are the whole context
 
 
 def attention(
     p: Attention, a_BTH: Tensor, kv: KVCache | tuple[()], layer: int, step: Step, config: Config, ops: Ops
 ) -> tuple[Tensor, KVCache | tuple[()]]:
     """a, the normed stream -> the branch [B, T, H] before its norm, and the cache with this step in it."""
+    a_BTH = a_BTH.to(p.q.dtype)  # once for its four products
     q, k, v = heads(p, a_BTH, step.rotary if config.has_rotary(layer) else None, config, ops)
-    if isinstance(kv, KVCache) and isinstance(step.view, View):
+    if isinstance(kv, KVCache) and step.view:
         kv = append(kv, layer, k, v, step.view)
         k, v, k_pos = context(kv, layer, step.view, q.dtype)
     else:
         k_pos = step.pos_BT
     o = ops.attend(q, k, v, step.pos_BT, k_pos, config.window if config.is_sliding(layer) else 0)
-    o = rearrange(plain_norm(o, config.rms_norm_eps), "b t n d -> b t (n d)")
+    o = plain_norm(o, config.rms_norm_eps).flatten(2)
     return ops.linear(o * torch.sigmoid(ops.linear(a_BTH, p.gate).float()), p.o), kv
 
 
@@ -43,9 +43,10 @@ def heads(
 
     Queries and keys are normed per head, queries times qk_scale_factor, then both rotated if the layer has rotary.
     """
-    q, k, v = (rearrange(ops.linear(a_BTH, w), "b t (n d) -> b t n d", d=config.head_dim) for w in (p.q, p.k, p.v))
+    q, k, v = (ops.linear(a_BTH, w).unflatten(-1, (-1, config.head_dim)) for w in (p.q, p.k, p.v))
     q = plain_norm(q, config.rms_norm_eps) * config.qk_scale_factor
     k = plain_norm(k, config.rms_norm_eps)
     if rotary is not None:
-        q, k = rotate(q, rotary), rotate(k, rotary)
+        both = rotate(torch.cat([q, k], 2), rotary).to(v.dtype)
+        q, k = both[:, :, : config.heads], both[:, :, config.heads :]
     return q.to(v.dtype), k.to(v.dtype), v

@@ -3,15 +3,28 @@
 Read with the equations of the published model beside it: every line here is one of them.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from muse_fn.attention import Step, attention
 from muse_fn.kernels.select import Ops, select
-from muse_fn.kvcache.cache import KVCache, View
+from muse_fn.kvcache.cache import KVCache, Places, View
 from muse_fn.moe import mlp
-from muse_fn.norms import centred_norm, final_norm, input_scaled_norm, plain_norm, residual_gate, rotary_angles
+from muse_fn.norms import (
+    Gain,
+    Mix,
+    centred_norm,
+    final_norm,
+    gain,
+    input_scaled_norm,
+    mix,
+    plain_norm,
+    residual_gate,
+    rotary_angles,
+)
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Layer, Params
 from muse_fn.sharding.mesh import Mesh, one_rank
@@ -32,14 +45,50 @@ def forward(params: Params, tokens: Tensor, config: Config, mesh: Mesh | None = 
 
 
 def hidden_states(
-    params: Params, tokens_BT: Tensor, kv: Cache, view: View | tuple[()], pos_BT: Tensor, config: Config, ops: Ops
+    params: Params,
+    tokens_BT: Tensor,
+    kv: Cache,
+    view: View | Places | tuple[()],
+    pos_BT: Tensor,
+    config: Config,
+    ops: Ops,
 ) -> tuple[Tensor, Cache]:
     """The residual stream after the last layer, float32 [B, T, H], and the cache with these tokens in it."""
     step = Step(pos_BT, rotary_angles(pos_BT, config.head_dim, config.rope_theta), view)
     h = embed(params, tokens_BT, config)
-    for i, p in enumerate(params.layers):
-        h, kv = decoder_layer(p, h, kv, i, step, config, ops)
+    for i, (p, s) in enumerate(zip(params.layers, scales(params.layers, config), strict=True)):
+        h, kv = decoder_layer(p, s, h, kv, i, step, config, ops)
     return h, kv
+
+
+class Scales(NamedTuple):
+    """The vectors of a layer that act on the stream, worked out."""
+
+    attn_norm: Gain
+    attn_gate: Mix
+    mlp_norm: Gain
+    mlp_post_norm: Gain
+    mlp_gate: Mix
+
+
+def scales(layers: tuple[Layer, ...], config: Config) -> list[Scales]:
+    """Of all layers at once: some thirty small operations a step instead of some thirty a layer."""
+
+    def gains(vectors: list[Tensor]) -> list[Gain]:
+        return [Gain(row) for row in gain(torch.stack(vectors)).factor.unbind()]
+
+    def mixes(vectors: list[Tensor]) -> list[Mix]:
+        alpha, beta = mix(torch.stack(vectors), config.residual_gate_temperature)
+        return [Mix(*rows) for rows in zip(alpha.unbind(), beta.unbind(), strict=True)]
+
+    columns = (
+        gains([p.attn_norm for p in layers]),
+        mixes([p.attn_residual_gate for p in layers]),
+        gains([p.mlp_norm for p in layers]),
+        gains([p.mlp_post_norm for p in layers]),
+        mixes([p.mlp_residual_gate for p in layers]),
+    )
+    return [Scales(*row) for row in zip(*columns, strict=True)]
 
 
 def embed(params: Params, tokens_BT: Tensor, config: Config) -> Tensor:
@@ -48,18 +97,18 @@ def embed(params: Params, tokens_BT: Tensor, config: Config) -> Tensor:
 
 
 def decoder_layer(
-    p: Layer, h_BTH: Tensor, kv: Cache, layer: int, step: Step, config: Config, ops: Ops
+    p: Layer, s: Scales, h_BTH: Tensor, kv: Cache, layer: int, step: Step, config: Config, ops: Ops
 ) -> tuple[Tensor, Cache]:
     """Two branches, each between two norms and blended into the stream by its residual gate."""
-    a = centred_norm(h_BTH, p.attn_norm, config.rms_norm_eps)
+    a = centred_norm(h_BTH, s.attn_norm, config.rms_norm_eps)
     b, kv = attention(p.attn, a, kv, layer, step, config, ops)
     b = plain_norm(b, config.post_norm_eps)
-    h = residual_gate(h_BTH, b, p.attn_residual_gate, config.residual_gate_temperature)
+    h = residual_gate(h_BTH, b, s.attn_gate, config.residual_gate_temperature)
 
-    m = centred_norm(h, p.mlp_norm, config.rms_norm_eps)
+    m = centred_norm(h, s.mlp_norm, config.rms_norm_eps)
     f = mlp(p.mlp, m, config, ops)
-    f = input_scaled_norm(f, p.mlp_post_norm, config.post_norm_eps)
-    return residual_gate(h, f, p.mlp_residual_gate, config.residual_gate_temperature), kv
+    f = input_scaled_norm(f, s.mlp_post_norm, config.post_norm_eps)
+    return residual_gate(h, f, s.mlp_gate, config.residual_gate_temperature), kv
 
 
 def logits(params: Params, h: Tensor, config: Config, ops: Ops) -> Tensor:

@@ -25,22 +25,48 @@ def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return plain_norm(x, eps) * weight.float()
 
 
-def centred_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * (1 + weight), the weight near 0."""
-    return F.rms_norm(x.float(), x.shape[-1:], eps=eps) * (1.0 + weight.float())
+class Gain(NamedTuple):
+    """The weight of a centred or input-scaled norm worked out: 1 + weight, float32."""
+
+    factor: Tensor
 
 
-def input_scaled_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gain(weight: Tensor) -> Gain:
+    """1 + weight, the weight near 0."""
+    return Gain(1.0 + weight.float())
+
+
+def centred_norm(x: Tensor, weight: Tensor | Gain, eps: float) -> Tensor:
+    """x / rms(x) * (1 + weight); the weight as the checkpoint has it, or worked out."""
+    (factor,) = weight if isinstance(weight, Gain) else gain(weight)
+    return F.rms_norm(x.float(), x.shape[-1:], factor, eps)
+
+
+def input_scaled_norm(x: Tensor, weight: Tensor | Gain, eps: float) -> Tensor:
     """y / rms(y) with y = x * (1 + weight): the scale acts before the mean square, so only its shape counts."""
-    return F.rms_norm(x.float() * (1.0 + weight.float()), x.shape[-1:], eps=eps)
+    (factor,) = weight if isinstance(weight, Gain) else gain(weight)
+    return F.rms_norm(x.float() * factor, x.shape[-1:], eps=eps)
 
 
-def residual_gate(residual: Tensor, branch: Tensor, gate: Tensor, temperature: float) -> Tensor:
-    """alpha * residual + beta * branch per channel, with beta = sigmoid(gate / temperature), alpha² + beta² = 1."""
+class Mix(NamedTuple):
+    """A residual gate worked out: how much of the stream stays and how much of the branch joins it, float32."""
+
+    alpha: Tensor
+    beta: Tensor
+
+
+def mix(gate: Tensor, temperature: float) -> Mix:
+    """beta = sigmoid(gate / temperature), alpha² + beta² = 1."""
     w = gate.float() / temperature
     beta = torch.sigmoid(w)
     # 1 - beta² as sigmoid(-w) (1 + beta): exact where beta is near 1.
     alpha = torch.sqrt((torch.sigmoid(-w) * (1 + beta)).clamp_min(RESIDUAL_GATE_FLOOR))
+    return Mix(alpha, beta)
+
+
+def residual_gate(residual: Tensor, branch: Tensor, gate: Tensor | Mix, temperature: float) -> Tensor:
+    """alpha * residual + beta * branch per channel; the gate as the checkpoint has it, or worked out."""
+    alpha, beta = gate if isinstance(gate, Mix) else mix(gate, temperature)
     return alpha * residual.float() + beta * branch.float()
 
 

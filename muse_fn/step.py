@@ -5,7 +5,7 @@ from torch import Tensor
 
 from muse_fn.decoder import hidden_states, logits
 from muse_fn.kernels.select import select
-from muse_fn.kvcache.cache import KVCache, View, step_positions
+from muse_fn.kvcache.cache import KVCache, View, locate, step_positions
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Params
 from muse_fn.sharding.mesh import Mesh, one_rank
@@ -47,7 +47,8 @@ def _run(
 ) -> tuple[Tensor, KVCache]:
     one_rank(mesh)
     pos_BT = step_positions(view, tokens.shape[1])
-    h, out = hidden_states(params, tokens, kv, view, pos_BT, config, select(params.embed.device))
+    places = locate(view, tokens.shape[1], kv.k[0].shape[1])
+    h, out = hidden_states(params, tokens, kv, places, pos_BT, config, select(params.embed.device))
     assert isinstance(out, KVCache)
     return h, out
 
