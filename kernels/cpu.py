@@ -33,11 +33,28 @@ def linear(x: Tensor, w: Weight) -> Tensor:
 
 def attend(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
     """reference.attend in tiles of queries: its own operations in float32, PyTorch's fused attention otherwise."""
-    exact = q_BTND.dtype == torch.float32 and q_BTND.shape[1] > 1  # a decode step is fused: it reads each key once
+    exact = q_BTND.dtype == torch.float32
+    if not exact and _is_start(q_pos_BT, k_pos_BS, window):
+        k, v = k_BSKD[:, : q_BTND.shape[1]], v_BSKD[:, : q_BTND.shape[1]]
+        q, k, v = (x.transpose(1, 2) for x in (q_BTND.contiguous(), k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     form, width = (reference.attend, 4 * q_BTND.shape[2]) if exact else (_fused, 1)  # bytes: scores, or a mask
     rows = max(1, TILE_BYTES // (width * k_pos_BS.numel()))
+    if rows >= q_BTND.shape[1]:
+        return form(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, window)
     tiles = zip(q_BTND.split(rows, 1), q_pos_BT.split(rows, 1), strict=True)
     return torch.cat([form(q, k_BSKD, v_BSKD, pos, k_pos_BS, window) for q, pos in tiles], 1)
+
+
+def _is_start(q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> bool:
+    """Whether the mask is the triangle, which the fused form need not read and half of which it need not compute:
+    query i at position i, key j at position j, further keys out of sight and no window shorter than the step."""
+    length = q_pos_BT.shape[1]
+    if length == 1 or k_pos_BS.shape[1] < length or 0 < window < length:
+        return False
+    place, rest = torch.arange(length, device=q_pos_BT.device), k_pos_BS[:, length:]
+    first = (q_pos_BT == place).all() & (k_pos_BS[:, :length] == place).all()
+    return bool(first & ((rest < 0) | (rest >= length)).all())
 
 
 def _fused(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
@@ -52,6 +69,8 @@ def _fused(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_p
 
 def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
     """reference.expert_rows with the routes sorted by expert: one pair of products per touched expert, or for all."""
+    if len(u_TM) == 1 and u_TM.dtype == torch.bfloat16:
+        return _one_token(u_TM, idx_TR[0].tolist(), gate_up_EFM, down_EMF)
     routes = idx_TR.flatten()
     order = routes.argsort(stable=True)
     counts = torch.bincount(routes, minlength=_experts(gate_up_EFM))
@@ -67,6 +86,16 @@ def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Wei
         out = torch.cat([_expert(x, _pick(gate_up_EFM, e), _pick(down_EMF, e)) for e, x in split if sizes[e]])
     back = torch.empty_like(order).scatter_(0, order, place)
     return out.index_select(0, back).unflatten(0, idx_TR.shape)
+
+
+def _one_token(u_1M: Tensor, experts: list[int], gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
+    """[1, R, M]: no two routes share an expert, so there is nothing to sort; what is elementwise runs once for all."""
+    u = u_1M[0]
+    both = torch.stack([torch.mv(dequantise(_pick(gate_up_EFM, e), u.dtype), u) for e in experts])
+    gate, up = both.chunk(2, -1)
+    x = (F.silu(gate) * up).unbind()
+    rows = [torch.mv(dequantise(_pick(down_EMF, e), u.dtype), x) for e, x in zip(experts, x, strict=True)]
+    return torch.stack(rows).unsqueeze(0)
 
 
 def _even(sizes: list[int], *operands: Tensor) -> bool:

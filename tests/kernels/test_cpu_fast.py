@@ -95,3 +95,16 @@ def test_attention_takes_queries_in_any_memory_order() -> None:
     turned = q.permute(1, 2, 3, 0).contiguous().permute(3, 0, 1, 2)
     q_pos, k_pos = torch.full((4, 1), 8), torch.arange(9).expand(4, 9)
     torch.testing.assert_close(cpu.attend(turned, k, v, q_pos, k_pos, 0), cpu.attend(q, k, v, q_pos, k_pos, 0))
+
+
+@pytest.mark.parametrize("rest", [(), (-1, -1), (5, 7), (2, 9), (-1, 4)])
+@pytest.mark.parametrize("window", [0, 3, 5, 6])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_attention_from_the_start_is_the_reference(rest: tuple[int, ...], window: int, shift: int) -> None:
+    """The triangle is taken for the mask only if it is the mask: not with a later key in sight, a past or a window."""
+    new = 5
+    q, k, v = draw(2, new, 6, 8), draw(2, new + len(rest), 2, 8, seed=1), draw(2, new + len(rest), 2, 8, seed=2)
+    q_pos = torch.arange(new).expand(2, new) + shift
+    k_pos = torch.cat([torch.arange(new), torch.tensor(rest, dtype=torch.int64)]).expand(2, -1)
+    ours, want = (f(q, k, v, q_pos, k_pos, window) for f in (cpu.attend, reference.attend))
+    torch.testing.assert_close(ours, want, rtol=TOLERANCE, atol=TOLERANCE)
