@@ -1,5 +1,6 @@
 """The training programs: data as a function of a seed, the forms with gradients, a loss that falls, the command."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +19,17 @@ from train.data import Batch, Codec, batch, codec_of, conversation, document, me
 from train.model import NANO, Pace, every_expert, is_packed, start, stepper, stored
 
 ROOT = Path(__file__).parent.parent.parent
-SMALL = replace(NANO, layers=3, layer_types=(), layer_rope_theta=(), mlp_layer_types=())
+SMALL = replace(
+    NANO,
+    hidden_size=64,
+    layers=3,
+    head_dim=16,
+    latent_size=32,
+    expert_size=32,
+    layer_types=(),
+    layer_rope_theta=(),
+    mlp_layer_types=(),
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +106,9 @@ def _losses(rows: Batch) -> list[float]:
 
 
 def test_the_command_trains_and_writes(tmp_path: Path) -> None:
-    words = "--steps 3 --rows 1 --length 256 --every 1 --count 0 --out".split()
-    subprocess.run([sys.executable, "-m", "train.nano", *words, str(tmp_path)], cwd=ROOT, check=True, timeout=120)
+    words = "--steps 3 --rows 1 --length 128 --every 1 --count 0 --out".split()
+    command = [sys.executable, "-m", "train.nano", *words, str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     log = (tmp_path / "nano.log").read_text()
     losses = [float(line.split("loss")[1].split()[0]) for line in log.splitlines() if "loss" in line]
     assert losses[-1] < losses[0]
