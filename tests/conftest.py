@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Examples are few, each is a small model; a deadline would only measure what else the machine is doing.
+# For a long search: pytest --hypothesis-profile=long
 settings.register_profile(
     "house",
     deadline=None,
@@ -14,6 +15,7 @@ settings.register_profile(
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("long", settings.get_profile("house"), max_examples=500, derandomize=False)
 settings.load_profile("house")
 
 torch.set_num_threads(1)  # one order of summation, and tiny tensors gain nothing from more

@@ -15,7 +15,7 @@ from muse_fn.kernels.select import EAGER, REFERENCE
 from muse_fn.norms import final_norm
 from muse_fn.params.config import Config
 from muse_fn.params.schema import sparse_layers
-from muse_fn.params.tree import Params, from_named, map_tensors, named
+from muse_fn.params.tree import Params, from_named, map_tensors, named, tensors
 from muse_fn.sharding.mesh import Mesh
 from tests.models import (
     FULL,
@@ -91,18 +91,20 @@ def loss(params: Params, tokens: Tensor, config: Config) -> Tensor:
 
 
 @settings(max_examples=8)
-@given(configs(max_layers=2), SEEDS)
+@given(configs(max_layers=2, expert_size=6, post_norm_eps=1e-2), SEEDS)
 def test_vmap_of_grad_is_the_loop(config: Config, seed: int) -> None:
-    """Per-sample gradients: one call for the batch equals one gradient per sequence."""
+    """Per-sample gradients: one call for the batch equals one gradient per sequence. The limit is a share of the
+    tensor's gradient, or of all where the tensor's own is a difference of equals (a norm of one value)."""
     params, tokens = random_params(config, seed), random_tokens(config, seed, 3, 6)
     mapped = vmap(grad(loss), in_dims=(None, 0, None))(params, tokens, config)
     for i, row in enumerate(tokens):
         alone = named(grad(loss)(params, row, config))
+        whole = torch.stack([x.norm() for x in tensors(alone)]).norm()
         for path, each in named(map_tensors(lambda t, i=i: t[i], mapped)).items():
             expected = alone[path]
             assert isinstance(each, Tensor)
             assert isinstance(expected, Tensor)
-            assert (each - expected).norm() <= 1e-4 * expected.norm() + 1e-7, path
+            assert (each - expected).norm() <= 1e-4 * expected.norm() + 1e-6 * whole, path
 
 
 @given(configs(), SEEDS)
