@@ -35,13 +35,23 @@ Cache = KVCache | tuple[()]
 def forward(params: Params, tokens: Tensor, config: Config, mesh: Mesh | None = None) -> Tensor:
     """Logits of every position: tokens int64 [B, T] -> float32 [B, T, V], without a cache.
 
-    Pure: works under torch.func.grad, vmap and torch.no_grad alike. Raises ValueError for a mesh of several ranks.
+    Pure: works under torch.func.grad, vmap and torch.no_grad alike. Raises ValueError for a mesh of several ranks and
+    for tokens of another shape or dtype.
     """
     one_rank(mesh)
+    check_tokens(tokens)
     ops = select(params.embed.device)
     pos_BT = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     h, _ = hidden_states(params, tokens, (), (), pos_BT, config, ops)
     return logits(params, h, config, ops)
+
+
+def check_tokens(tokens: Tensor) -> None:
+    """Raises ValueError unless these are token ids [B, T] with B and T at least 1."""
+    shaped = isinstance(tokens, Tensor) and tokens.dim() == 2 and 0 not in tokens.shape  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not shaped or tokens.dtype not in (torch.int64, torch.int32):
+        found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"tokens is {found}: must be int64 or int32 [B, T], neither of them 0")
 
 
 def hidden_states(

@@ -1,5 +1,6 @@
 """The host's loop: prompts in, tokens out, one batch of sequences stepped together over a cache of their own."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -17,12 +18,13 @@ CHUNK = 512  # prompt tokens read per step
 SCORE_CHUNK = 256  # positions whose vocabulary logits exist at once
 BLOCK = 16
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "error"]  # error: the logits were not finite
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to generate. `max_new_tokens` None fills up to the model's limit; `stop` strings end a text before them.
+    """How to generate. `max_new_tokens` None fills up to the model's limit, but makes at most `cap` tokens if given;
+    `stop` strings end a text before them.
 
     `stop_tokens` None takes the tokenizer's (or the config's) end tokens; they are part of the tokens, not of the text.
     """
@@ -31,10 +33,11 @@ class Settings:
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
+    cap: int | None = None
 
 
 class Token(NamedTuple):
-    """One event of a generation: prompt `row` got `token`; `finish` says why if it was the last."""
+    """One event of a generation: prompt `row` got `token` (-1 on an error); `finish` says why if it was the last."""
 
     row: int
     token: int
@@ -57,6 +60,14 @@ class _Row(NamedTuple):
     stops: StopWatch
 
 
+class _Rules(NamedTuple):
+    """How the rows of a batch draw."""
+
+    draw: Draw
+    allowed_V: Tensor | None
+    is_filtered: bool
+
+
 def generate(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | None = None) -> list[Output]:
     """Continues every prompt (token ids). Each answer is the same alone and in any batch.
 
@@ -65,7 +76,7 @@ def generate(model: Model, prompts: Sequence[Sequence[int]], settings: Settings 
     tokens: list[list[int]] = [[] for _ in prompts]
     finish: list[Finish] = ["length" for _ in prompts]
     for event in stream(model, prompts, settings):
-        tokens[event.row].append(event.token)
+        tokens[event.row] += [event.token] if event.token >= 0 else []
         finish[event.row] = event.finish or "length"
     return [Output(tuple(t), f) for t, f in zip(tokens, finish, strict=True)]
 
@@ -74,7 +85,7 @@ def generate(model: Model, prompts: Sequence[Sequence[int]], settings: Settings 
 def stream(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | None = None) -> Iterator[Token]:
     """`generate`, one event per token as it comes; events of different prompts interleave."""
     settings = settings or Settings()
-    budgets = [_budget(model, i, prompt, settings) for i, prompt in enumerate(prompts)]
+    budgets = check_prompts(model, prompts, settings)
     watch = StopWatch(_stop_tokens(model, settings), settings.stop, model.tokenizer)
     if not prompts:
         return
@@ -83,12 +94,16 @@ def stream(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | 
     table = own_blocks(len(prompts), longest, BLOCK, device=str(device))
     dtype = model.params.embed.dtype
     kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=dtype, device=str(device))
-    draw = draws([settings.sampling] * len(prompts), model.config.vocab_size, device)
+    rules = _Rules(
+        draws([settings.sampling] * len(prompts), model.config.vocab_size, device),
+        allowed_ids(model, device),
+        settings.sampling.is_filtered,
+    )
 
     running: list[_Row] = []
     for row, prompt in enumerate(prompts):
         logits, kv = _read_prompt(model, prompt, table[row : row + 1], kv)
-        event, state = _choose(model, [_Row(row, -1, budgets[row], watch)], logits, [len(prompt)], draw, settings)
+        event, state = _choose([_Row(row, -1, budgets[row], watch)], logits, [len(prompt)], rules)
         yield from event
         running += state
     lengths = [len(p) for p in prompts]
@@ -99,7 +114,7 @@ def stream(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | 
         logits, kv = decode(model.params, _column([r.token for r in running], device), kv, view, model.config)
         for r in rows:
             lengths[r] += 1
-        events, running = _choose(model, running, logits[:, 0], [lengths[r] for r in rows], draw, settings)
+        events, running = _choose(running, logits[:, 0], [lengths[r] for r in rows], rules)
         yield from events
 
 
@@ -114,22 +129,35 @@ def _read_prompt(model: Model, prompt: Sequence[int], table: Tensor, kv: KVCache
     return logits, kv
 
 
-def _choose(
-    model: Model, rows: list[_Row], logits_BV: Tensor, positions: list[int], draw: Draw, settings: Settings
-) -> tuple[list[Token], list[_Row]]:
+def _choose(rows: list[_Row], logits_BV: Tensor, positions: list[int], rules: _Rules) -> tuple[list[Token], list[_Row]]:
     """The next token of every row as an event, and the rows that go on."""
-    mine = Draw(*(part[[r.row for r in rows]] for part in draw))
+    mine = Draw(*(part[[r.row for r in rows]] for part in rules.draw))
     pos = torch.tensor(positions, device=logits_BV.device)
-    usable = len(model.tokenizer) if model.tokenizer else None
-    chosen = sample(logits_BV, mine, pos, usable=usable, filtered=settings.sampling.is_filtered).tolist()
+    # A row that is not finite is an error, never an answer; its neighbours go on.
+    finite = torch.isfinite(logits_BV).all(-1)
+    chosen = sample(logits_BV, mine, pos, allowed_V=rules.allowed_V, filtered=rules.is_filtered)
+    chosen = torch.where(finite, chosen, -1).tolist()
     events: list[Token] = []
     going: list[_Row] = []
     for r, token in zip(rows, chosen, strict=True):
+        if token < 0:
+            events.append(Token(r.row, token, "error"))
+            continue
         stopped, stops = r.stops.push(token)
         finish: Finish | None = "stop" if stopped else "length" if r.left == 1 else None
         events.append(Token(r.row, token, finish))
         going += [_Row(r.row, token, r.left - 1, stops)] if finish is None else []
     return events, going
+
+
+def allowed_ids(model: Model, device: torch.device) -> Tensor | None:
+    """bool [V]: ids that have a token; None when the model has no tokenizer to say so."""
+    if model.tokenizer is None:
+        return None
+    known = [
+        i < len(model.tokenizer) and model.tokenizer.bytes_of[i] is not None for i in range(model.config.vocab_size)
+    ]
+    return torch.tensor(known, device=device)
 
 
 def _column(tokens: list[int], device: torch.device) -> Tensor:
@@ -142,11 +170,26 @@ def _stop_tokens(model: Model, settings: Settings) -> tuple[int, ...]:
     return model.tokenizer.stop_ids if model.tokenizer else model.config.eos_token_id
 
 
+def check_prompts(model: Model, prompts: Sequence[Sequence[int]], settings: Settings) -> list[int]:
+    """How many tokens each prompt may get. Raises ValueError with every prompt that cannot be answered."""
+    budgets: list[int] = []
+    problems: list[str] = []
+    for row, prompt in enumerate(prompts):
+        try:
+            budgets.append(_budget(model, row, prompt, settings))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return budgets
+
+
 def _budget(model: Model, row: int, prompt: Sequence[int], settings: Settings) -> int:
     """How many tokens this prompt may get; refuses prompts that cannot get any."""
     check_ids(model, prompt, f"prompt {row}")
     room = model.config.max_positions - len(prompt)
-    wanted = room if settings.max_new_tokens is None else settings.max_new_tokens
+    free = room if settings.cap is None else min(room, settings.cap)
+    wanted = free if settings.max_new_tokens is None else settings.max_new_tokens
     if wanted < 1 and settings.max_new_tokens is not None:
         raise ValueError(f"max_new_tokens is {wanted}: must be at least 1")
     if wanted > room or room < 1:
@@ -186,4 +229,7 @@ def score(model: Model, ids: Sequence[int]) -> list[float | None]:
         logits, kv = prefill(model.params, tokens, kv, view, model.config, all_logits=True)
         logp = torch.log_softmax(logits[0, : len(targets)], -1)
         found += logp.gather(-1, targets[:, None])[:, 0].tolist()
+    if any(value is not None and not math.isfinite(value) for value in found):
+        place = next(i for i, value in enumerate(found) if value is not None and not math.isfinite(value))
+        raise ValueError(f"the model gives token {place} a log-probability that is not finite: are its weights?")
     return found

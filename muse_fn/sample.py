@@ -98,18 +98,22 @@ def draws(settings: list[Sampling], vocab_size: int, device: str | torch.device 
     return Draw(temperature, top_k, top_p, min_p, torch.stack([key(s.seed) for s in settings]).to(device))
 
 
-def sample(logits_BV: Tensor, draw: Draw, pos_B: Tensor, *, usable: int | None = None, filtered: bool = True) -> Tensor:
+def sample(
+    logits_BV: Tensor, draw: Draw, pos_B: Tensor, *, allowed_V: Tensor | None = None, filtered: bool = True
+) -> Tensor:
     """The next token of each row: float32 logits [B, V] -> int64 [B].
 
-    `pos_B` is the position the token will take; with the row's seed it fixes the noise. Ids from `usable` on have no
-    token and are never drawn. Temperature acts first, then top_k, then top_p on what is left renormalised, then min_p
-    relative to the likeliest. `filtered=False` skips the sort when no row uses a filter; the result is the same.
+    `pos_B` is the position the token will take; with the row's seed it fixes the noise. Ids that are False in
+    `allowed_V` (bool [V]: those without a token) are never drawn. Temperature acts first, then top_k, then top_p on
+    what is left renormalised, then min_p relative to the likeliest. `filtered=False` skips the sort when no row uses a
+    filter; the result is the same.
     """
-    if usable is not None and usable < logits_BV.shape[-1]:
-        logits_BV = logits_BV[:, :usable]
+    if allowed_V is not None:
+        logits_BV = logits_BV.masked_fill(~allowed_V, -torch.inf)
     greedy = logits_BV.argmax(-1)
     temperature = torch.where(draw.temperature_B > 0, draw.temperature_B, 1.0)
-    scaled = logits_BV.float() / temperature[:, None]
+    # From the maximum down, so that the smallest temperature overflows to -inf and never to +inf.
+    scaled = (logits_BV - logits_BV.amax(-1, keepdim=True)).float() / temperature[:, None]
     scaled = keep(scaled, draw) if filtered else scaled
     noise = gumbel(fold_in(draw.key_B, pos_B), scaled.shape[-1])
     return torch.where(draw.temperature_B > 0, (scaled + noise).argmax(-1), greedy)

@@ -20,6 +20,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 END_OF_MESSAGE = "<|eom|>"
 STOP_NAMES = ("<|end_of_text|>", "<|eot|>")
+MAX_IDS = 1 << 22  # twenty times the published vocabulary; tables are as long as the highest id
 PROBE = "A b  c\n\n\te\u0301 \u00e9 \u212b \u4e2d\u6587 \U0001f468\u200d\U0001f469\u200d\U0001f467 <|x|>\r\n 42 \x00 "
 
 
@@ -187,7 +188,7 @@ def _read_optional(file: Path) -> dict[str, Json]:
 
 
 def _is_id(value: Json) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_IDS
 
 
 def _added_tokens(table: dict[str, Json], source: Path) -> dict[str, int]:
@@ -196,19 +197,25 @@ def _added_tokens(table: dict[str, Json], source: Path) -> dict[str, int]:
     if not isinstance(entries, list):
         _refuse(source, "added_tokens", f"must be a list, found {type(entries).__name__}")
     found: dict[str, int] = {}
+    ids: set[Json] = set()
     for index, entry in enumerate(entries):
         content, token = (entry.get("content"), entry.get("id")) if isinstance(entry, dict) else (None, None)
         if not isinstance(content, str) or not content or not _is_id(token):
             _refuse(source, f"added_tokens[{index}]", "needs a non-empty content and an id that is a whole number")
         check_text(content, f"{source}: added_tokens[{index}].content")
-        if content in found or token in found.values():
+        if content in found or token in ids:
             _refuse(source, f"added_tokens[{index}]", f"{content!r} or its id {token} appears twice")
+        ids.add(cast("int", token))
         found[content] = cast("int", token)
     return found
 
 
 def _vocab(table: dict[str, Json], source: Path) -> dict[str, int]:
     model = table.get("model")
+    if table.get("normalizer") not in (None, {"type": "Sequence", "normalizers": []}):
+        _refuse(source, "normalizer", "must be null: another would change the text")
+    if isinstance(model, dict) and model.get("dropout"):
+        _refuse(source, "model.dropout", "must be null: the same text must give the same ids")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
         _refuse(source, "model", "must be byte-level BPE (type 'BPE', byte_fallback false)")
     vocab = model.get("vocab")
@@ -231,7 +238,9 @@ def _ordinary_encoder(table: dict[str, Json], added: set[str], source: Path) -> 
     bare["model"] = dict(model, vocab=cast("Json", vocab), merges=merges)
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(bare))
-    except Exception as error:  # the library raises bare Exception for every unusable file
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, or panics past it, for every unusable file
         raise ValueError(f"{source}: the tokenizers library cannot read it: {error}") from None
 
 

@@ -154,9 +154,12 @@ def is_size(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+MAX_NUMBER = 1e300  # a longer whole number has no float
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """A finite number (a bool is none)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
 # Far beyond any model, and small enough that a hostile file cannot make lists of layers or experts fill the memory.
@@ -174,6 +177,8 @@ def problems_of(config: Config) -> list[str]:
     typed = [(f.name, f.type, getattr(config, f.name)) for f in fields(config)]
     problems = [problem for n, t, _ in typed if t is int and (problem := problem_of_size(config, n))]
     problems += [f"{n} is {v!r}: must be a finite number" for n, t, v in typed if t is float and not is_number(v)]
+    flags = [(n, v) for n, t, v in typed if t is bool and not isinstance(v, bool)]
+    problems += [f"{n} is {v!r}: must be true or false" for n, v in flags]
     if problems:
         return problems
     return [*_problems_of_sizes(config), *_problems_of_layers(config)]
@@ -253,6 +258,8 @@ def config_of_json(whole: dict[str, Any]) -> Config:
         problems.append(f"rope_parameters is {rope!r}: must be an object")
         rope = {}
     rope = cast("dict[str, Any]", rope)
+    if text.get("rope_scaling"):
+        problems.append(f"rope_scaling is {text['rope_scaling']!r}: only null is implemented")
     if rope.get("rope_type", "default") != "default":
         problems.append(f"rope_parameters.rope_type is {rope['rope_type']!r}: only 'default' is implemented")
     if problems:

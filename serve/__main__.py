@@ -1,5 +1,6 @@
 """The command line: `muse-fn generate | chat | score | inspect`. Built with Muse Spark Open."""
 
+import io
 import sys
 
 import typer
@@ -23,6 +24,9 @@ for command in (generate, chat, score, inspect):
 
 def main() -> None:
     """Runs a command; an error is one message on standard error and exit code 1, a wrong option exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode shows escapes instead of failing
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except (ValueError, OSError) as error:

@@ -50,7 +50,7 @@ def answer_all(model: Model, requests: Sequence[Request], settings: Settings) ->
     """Every token as it comes, and each answer as soon as it is complete."""
     tokens: list[list[int]] = [[] for _ in requests]
     for event in stream(model, [r.ids for r in requests], settings):
-        tokens[event.row].append(event.token)
+        tokens[event.row] += [event.token] if event.token >= 0 else []
         yield event
         if event.finish:
             yield event.row, finish_answer(model, requests[event.row], tokens[event.row], event.finish, settings)

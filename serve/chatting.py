@@ -10,6 +10,7 @@ from muse_fn.sample import Sampling
 from muse_fn.serve.answering import Request, chat_request, needed_tokenizer
 from muse_fn.serve.channels import Delta, Event, Message, begin, collect, feed, finish
 from muse_fn.serve.options import (
+    CAP,
     Device,
     Dtype,
     DtypeOption,
@@ -43,7 +44,7 @@ def chat(
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.float32,
     quantize: QuantizeOption = None,
-    max_new_tokens: MaxNew = 256,
+    max_new_tokens: MaxNew = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -51,7 +52,7 @@ def chat(
     seed: Seed = 0,
 ) -> None:
     """Talks line by line: reads questions from standard input, streams answers to standard output."""
-    settings = Settings(max_new_tokens, Sampling(temperature, top_k, top_p, min_p, seed))
+    settings = Settings(max_new_tokens, Sampling(temperature, top_k, top_p, min_p, seed), cap=CAP)
     declared = read_tools(tools)
     opened = open_model(model, device, dtype, quantize, quiet=False)
     start: list[Json] = [{"role": "system", "content": system}] if system else []
@@ -113,8 +114,10 @@ def _turn(
 def _streamed(model: Model, request: Request, settings: Settings) -> Message:
     """Prints an answer as it comes; returns it."""
     tokenizer = needed_tokenizer(model)
-    state, events, run = begin(request.tools), list[Event](), b""
+    state, events, run, cut = begin(request.tools), list[Event](), b"", False
     for token in stream(model, [request.ids], settings):
+        if token.finish == "error":
+            raise ValueError("the model's logits are not finite: are its weights?")
         if (name := tokenizer.names.get(token.token)) is None:
             text, run = whole_characters(run + tokenizer.token_bytes(token.token))
             state, more = feed(state, Text(text))
@@ -122,9 +125,13 @@ def _streamed(model: Model, request: Request, settings: Settings) -> Message:
             state, more = feed(state, Control(name))
             run = b""
         _print_all(more, events)
+        if token.finish == "length":
+            cut = True
     state, more = finish(state)
     _print_all(more, events)
     out.print()
+    if cut:
+        out.print("(cut: --max-new-tokens)", style="yellow", markup=False)
     return collect(events, state.damaged)
 
 

@@ -1,5 +1,6 @@
 """`muse-fn generate`: prompts or a JSON lines file in, answers or JSON lines out."""
 
+import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Annotated, Any, cast
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from muse_fn.generation import Settings, Token, check_ids
+from muse_fn.generation import Settings, Token, check_ids, check_prompts
 from muse_fn.load import Model
 from muse_fn.sample import Sampling
 from muse_fn.serve.answering import Answer, Request, answer_all, as_json, chat_request, needed_tokenizer
 from muse_fn.serve.options import (
+    CAP,
     Device,
     Dtype,
     DtypeOption,
@@ -32,6 +34,7 @@ from muse_fn.serve.options import (
     err,
     open_model,
     out,
+    parse_json,
     read_tools,
 )
 
@@ -53,7 +56,7 @@ def generate(
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.float32,
     quantize: QuantizeOption = None,
-    max_new_tokens: MaxNew = 256,
+    max_new_tokens: MaxNew = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -64,7 +67,9 @@ def generate(
     as_lines: Json = False,
 ) -> None:
     """Answers each prompt. With --json or --file the answers are JSON lines, in the order of the prompts."""
-    settings = Settings(max_new_tokens, Sampling(temperature, top_k, top_p, min_p, seed), stop=tuple(stop or ()))
+    settings = Settings(
+        max_new_tokens, Sampling(temperature, top_k, top_p, min_p, seed), stop=tuple(stop or ()), cap=CAP
+    )
     lines = [{"prompt": p} for p in prompts or ()] + (read_lines(file) if file else [])
     if not lines:
         raise ValueError("nothing to answer: give a prompt or --file")
@@ -73,6 +78,9 @@ def generate(
     opened = open_model(model, device, dtype, quantize, quiet=as_lines and output is None)
     defaults = {"tools": declared, "reasoning_effort": effort}
     requests = [to_request(opened, {**defaults, **line}, system, raw, i) for i, line in enumerate(lines)]
+    check_prompts(opened, [request.ids for request in requests], settings)
+    if output and file and output.exists() and output.samefile(file):
+        raise ValueError(f"--output {output}: is the file that --file reads")
     sink = output.open("w", encoding="utf-8") if output else None
     try:
         for i, answer in _in_order(opened, requests, settings, batch):
@@ -91,13 +99,10 @@ def generate(
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSON lines file. Raises ValueError naming file and line."""
     lines: list[dict[str, Any]] = []
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not text.strip():
             continue
-        try:
-            found: object = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{file}, line {number}: not JSON ({error})") from error
+        found: object = parse_json(text, f"{file}, line {number}")
         if not isinstance(found, dict):
             raise ValueError(f"{file}, line {number}: must be a JSON object")
         line = cast("dict[str, Any]", found)
@@ -121,7 +126,7 @@ def to_request(model: Model, line: dict[str, Any], system: str | None, raw: bool
         raise ValueError(f"{where}: prompt must be a string, found {line['prompt']!r}")
     if raw and "prompt" in line:
         return Request(needed_tokenizer(model).encode(line["prompt"]), is_chat=False)
-    messages: list[Any] = line.get("messages") or [{"role": "user", "content": line["prompt"]}]
+    messages: Any = line["messages"] if "messages" in line else [{"role": "user", "content": line["prompt"]}]
     if system is not None and "prompt" in line:
         messages = [{"role": "system", "content": system}, *messages]
     return chat_request(model, messages, line["tools"], line["reasoning_effort"], where=where)

@@ -17,8 +17,8 @@ from muse_fn.tokenizer import Json as TokenizerJson
 BANNER = "muse-fn · Built with Muse Spark Open"
 EMBEDDED = Path(str(files("muse_fn"))) / "nano"
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, soft_wrap=True, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 
 class Dtype(StrEnum):
@@ -71,12 +71,21 @@ def check_device(device: str) -> None:
     """Raises ValueError naming --device when this machine has no such device."""
     try:
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        known = torch.device(device).type in ("cpu", "cuda", "hpu")
+    except (RuntimeError, AssertionError, ModuleNotFoundError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device {device}: not available here ({reason})") from error
+    if not known:
+        raise ValueError(f"--device {device}: must be cpu, cuda or hpu")
 
 
-MaxNew = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens of one answer.")]
+MaxNew = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens", min=1, help="Most tokens of one answer. Default: 256, or what the model can hold."
+    ),
+]
+CAP = 256
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep this many likeliest tokens; 0 or -1 keeps all.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability; 1 keeps all.")]
@@ -92,7 +101,12 @@ def read_tools(path: Path | None) -> TokenizerJson:
     """The parsed tools file; checked later, against the same rules as a request's tools."""
     if path is None:
         return None
+    return parse_json(path.read_bytes(), f"--tools {path}")
+
+
+def parse_json(text: str | bytes, where: str) -> TokenizerJson:
+    """The value of a JSON text. Raises ValueError naming `where`, for text nested too deep as well."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--tools {path}: not JSON ({error})") from error
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error

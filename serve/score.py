@@ -9,7 +9,17 @@ from rich.table import Table
 
 from muse_fn.generation import score as score_ids
 from muse_fn.load import Model
-from muse_fn.serve.options import Device, Dtype, DtypeOption, Json, ModelDir, QuantizeOption, open_model, out
+from muse_fn.serve.options import (
+    Device,
+    Dtype,
+    DtypeOption,
+    Json,
+    ModelDir,
+    QuantizeOption,
+    open_model,
+    out,
+    parse_json,
+)
 
 IdsOption = Annotated[str | None, typer.Option("--ids", help="Token ids as a JSON list, instead of a text.")]
 
@@ -38,13 +48,11 @@ def score(
 
 def parse_ids(text: str) -> list[int]:
     """A JSON list of token ids. Raises ValueError for anything else."""
-    try:
-        found: object = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--ids is {text!r}: not JSON ({error})") from error
+    shown = text if len(text) <= 60 else f"{text[:60]}…"
+    found: object = parse_json(text, f"--ids is {shown!r}")
     listed = cast("list[object]", found) if isinstance(found, list) else []
     if not isinstance(found, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
-        raise ValueError(f"--ids is {text!r}: must be a JSON list of whole numbers")
+        raise ValueError(f"--ids is {shown!r}: must be a JSON list of whole numbers")
     return cast("list[int]", found)
 
 

@@ -6,6 +6,7 @@ all other text loses its marks again and is encoded as ordinary text. The templa
 prompt is, not to be well-behaved: its loops, calls and output are paid from a budget.
 """
 
+import html
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -48,10 +49,19 @@ class Guard:
     begins: re.Pattern[str]
     joints: frozenset[str]
     heads: frozenset[str]
+    loose: re.Pattern[str]  # any first character of a control token, spelled or as an HTML entity
+    needed: frozenset[frozenset[str]]  # per control token, its characters other than letters, digits and _
 
     def hide(self, text: str) -> str:
-        """The text with marks."""
-        hidden = self.begins.sub(rf"\g<0>{self.mark}", text)
+        """The text with marks.
+
+        A text with all that a control token needs beside letters is marked around every such beginning, so that a
+        template may also delete, reverse or unescape inside of it.
+        """
+        spelt = set(html.unescape(text))
+        whole = any(needed <= spelt for needed in self.needed)
+        hidden = self.loose.sub(rf"{self.mark}\g<0>{self.mark}", text) if whole else text
+        hidden = hidden if whole else self.begins.sub(rf"\g<0>{self.mark}", text)
         if not self.joints:
             return hidden
         lead = len(text) - len(text.lstrip())
@@ -102,6 +112,8 @@ class Template:
     begins: re.Pattern[str]
     joints: frozenset[str]
     heads: frozenset[str]
+    loose: re.Pattern[str]
+    needed: frozenset[frozenset[str]]
     taken: frozenset[str]
 
 
@@ -125,6 +137,8 @@ def compile_template(tokenizer: Tokenizer) -> Template:
         begins=_begins(tokenizer.controls),
         joints=joints,
         heads=frozenset(joint[:size] for joint in joints for size in range(1, len(joint) + 1)),
+        loose=_loose(tokenizer.controls),
+        needed=frozenset(frozenset(c for c in name if not re.match(r"\w", c)) for name in tokenizer.controls),
         taken=frozenset(chain(tokenizer.chat_template, *tokenizer.controls)),
     )
 
@@ -145,7 +159,7 @@ def render(
     seen = set(template.taken)
     for name, value in {**given, "messages": cast("Json", messages)}.items():
         _check(value, name, seen, MAX_DEPTH)
-    guard = Guard(_unused(seen), template.begins, template.joints, template.heads)
+    guard = Guard(_unused(seen), template.begins, template.joints, template.heads, template.loose, template.needed)
     variables = {name: guard.hide_all(value) for name, value in given.items()} | dict(own)
     variables["messages"] = [
         # A checked role is a word of the protocol, not a caller's text: templates build tokens of it.
@@ -208,6 +222,12 @@ def _begins(controls: Iterable[str]) -> re.Pattern[str]:
         for first, seconds in sorted(pairs.items())
     ]
     return re.compile("|".join(branches) or r"(?!)", re.IGNORECASE)
+
+
+def _loose(controls: Iterable[str]) -> re.Pattern[str]:
+    """Any first character of a control token, and `<` as the entities that a template may turn back into it."""
+    firsts = sorted({re.escape(name[0]) for name in controls if len(name) > 1})
+    return re.compile("|".join([*firsts, r"&(?:lt|#0*60|#x0*3c);?"]), re.IGNORECASE)
 
 
 def _literals(tree: nodes.Template) -> list[str]:

@@ -53,7 +53,8 @@ def configs(draw: st.DrawFn, max_layers: int = 3, **fixed: Any) -> Config:
         "kv_heads": kv_heads,
         "head_dim": 2 * draw(st.integers(1, 4)),
         "latent_size": draw(st.integers(2, 12)),
-        "expert_size": draw(st.integers(1, 10)),
+        # An expert of width 1 to 3 gives a row whose norm is near its sign: rounding decides it, not the equations.
+        "expert_size": draw(st.integers(4, 10)),
         "experts": experts,
         "top_k": draw(st.integers(1, experts)),
         "window": draw(st.integers(1, 6)),

@@ -111,9 +111,8 @@ def test_rooms_do_not_import_from_the_front_page(file: Path) -> None:
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             assert all(alias.name != "muse_fn" for alias in node.names)
-        if isinstance(node, ast.ImportFrom) and node.module == "muse_fn":
-            for alias in node.names:
-                assert (ROOT / "muse_fn" / f"{alias.name}.py").exists() or alias.name in INNER, alias.name
+        if isinstance(node, ast.ImportFrom):
+            assert node.module != "muse_fn", ast.unparse(node)
 
 
 def test_no_cycles() -> None:

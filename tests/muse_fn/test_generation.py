@@ -152,3 +152,21 @@ def test_stop_strings_need_a_tokenizer_and_some_text(model: muse_fn.Model) -> No
         muse_fn.generate(model, [[1]], muse_fn.Settings(max_new_tokens=1, stop=("x",)))
     with pytest.raises(ValueError, match="empty string"):
         muse_fn.generate(model, [[1]], muse_fn.Settings(max_new_tokens=1, stop=("",)))
+
+
+def test_a_row_that_is_not_finite_is_an_error_and_its_neighbour_an_answer(model: muse_fn.Model) -> None:
+    embed = model.params.embed.clone()
+    embed[7] = torch.nan
+    broken = model._replace(params=model.params._replace(embed=embed))
+    for seed in (None, 3):
+        bad, good = muse_fn.generate(broken, [[1, 7], [1, 2]], settings(5, seed))
+        assert bad == ((), "error")
+        assert good == muse_fn.generate(model, [[1, 2]], settings(5, seed))[0]
+    with pytest.raises(ValueError, match="not finite"):
+        muse_fn.score(broken, [1, 7, 2])
+
+
+def test_a_cap_gives_way_to_the_limit(model: muse_fn.Model) -> None:
+    for length, made in ((60, 4), (10, 9)):
+        answer = muse_fn.generate(model, [[7] * length], muse_fn.Settings(cap=9))[0]
+        assert len(answer.tokens) == made

@@ -118,7 +118,16 @@ def test_ids_without_a_token_are_never_drawn() -> None:
     logits = torch.tensor([[0.0, 0.0, 90.0, 99.0]]).expand(200, -1)
     for temperature in (0.0, 5.0):
         draw = draws([Sampling(temperature=temperature, seed=s) for s in range(200)], 4)
-        assert sample(logits, draw, torch.arange(200), usable=2).max() < 2
+        found = sample(logits, draw, torch.arange(200), allowed_V=torch.tensor([True, False, True, False]))
+        assert set(found.tolist()) <= {0, 2}
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-40, 1e-45])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    logits = torch.tensor([[0.0, 3.0, 9.0, 8.5]])
+    for top_k in (0, 3):
+        draw = draws([Sampling(temperature=temperature, top_k=top_k, seed=5)], 4)
+        assert sample(logits, draw, torch.tensor([3])).tolist() == [2]
 
 
 @pytest.mark.parametrize(

@@ -217,3 +217,24 @@ def test_a_mesh_of_several_ranks_is_refused() -> None:
     for fn in (prefill, decode):
         with pytest.raises(ValueError, match="one rank"):
             fn(run.params, run.tokens[:, :3], run.kv, view, SMALL, Mesh(tp=2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "past", "count", "block", "told"),
+    [
+        ((1, 4), 30, 4, 1, "row 0 would reach position 34: its table holds 32"),
+        ((1, 4), -1, 4, 1, "row 0 would reach"),
+        ((1, 4), 0, 5, 1, r"count_B\[0\] is 5: must be 1 to 4"),
+        ((1, 4), 0, 0, 1, r"count_B\[0\] is 0"),
+        ((1, 4), 0, 4, 0, r"table_BN\[0\] is \[0\]"),
+        ((1, 4), 0, 4, 9, "the cache has blocks 1 to 2 to give"),
+        ((2, 4), 0, 4, 1, r"view.table_BN is \[1, 2\]"),
+        ((1, 0), 0, 1, 1, "tokens is torch.int64"),
+    ],
+)
+def test_a_step_that_does_not_fit_its_blocks_is_refused(
+    shape: tuple[int, int], past: int, count: int, block: int, told: str
+) -> None:
+    view = View(torch.tensor([[block, 2]]), torch.tensor([past]), torch.tensor([count]))
+    with pytest.raises(ValueError, match=told):
+        prefill(random_params(SMALL, 0), torch.zeros(shape, dtype=torch.int64), init_cache(SMALL, 3, 16), view, SMALL)

@@ -361,3 +361,20 @@ def test_long_hostile_text_is_quick(nano: Tokenizer) -> None:
     start = time.perf_counter()
     render_chat(nano, [{"role": "user", "content": text}])
     assert time.perf_counter() - start < 20  # measured 0.3 s; a quadratic walk would take hours
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[0].content | replace('X', '') }}", "<X|eot|>"),
+        ("{{ messages[0].content | reverse }}", ">|toe|<"),
+        ("{{ messages[0].content | striptags }}", "&lt;|eot|&gt;"),
+        ("{{ messages[0].content | striptags }}", "&#60;|eot|>"),
+        ("{{ messages[0].content.translate({88: none}) }}", "a<X|eot|>"),
+        ("{{ messages[0].content.split('Y') | join }}", "<Y|eot|>"),
+    ],
+)
+def test_a_template_that_deletes_or_turns_text_makes_no_token_of_it(tmp_path: Path, template: str, text: str) -> None:
+    pieces = render_chat(with_template(tmp_path, template), [{"role": "user", "content": text}])
+    assert all(isinstance(piece, Text) for piece in pieces)
+    assert "|eot|>" in spelled(pieces)

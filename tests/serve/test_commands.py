@@ -171,6 +171,8 @@ def test_inspect_needs_no_weights_but_verifies_them_if_there(shell: Shell, model
         (("score", "x", "--ids", "[1]"), 1, "exactly one"),
         (("score", "--ids", "[1,"), 1, "not JSON"),
         (("score", "--ids", "[true]"), 1, "whole numbers"),
+        (("score", "--ids", "[" * 100_000), 1, "not JSON"),
+        (("score", "--ids", "[1]", "--device", "meta"), 1, "--device meta"),
         (("score", "--ids", "[99999]"), 1, "id 99999 at 0"),
         (("score", "--ids", "[]"), 1, "empty"),
         (("score", "--ids", "[1]", "--device", "nowhere"), 1, "--device nowhere"),
@@ -178,6 +180,7 @@ def test_inspect_needs_no_weights_but_verifies_them_if_there(shell: Shell, model
         (("generate", "x", "--temperature", "-1"), 1, "temperature is -1"),
         (("generate", "x", "--top-p", "0"), 1, "top_p is 0"),
         (("generate", "x", "--max-new-tokens", "0"), 2, "max-new-tokens"),
+        (("generate", "x", "y", "--max-new-tokens", "5000"), 1, "prompt 1 has"),
         (("generate", "x", "--max-new-tokens", "5000"), 1, "limit is 900"),
         (("generate", "x", "--effort", "huge"), 1, "reasoning_effort"),
         (("generate", "x", "--dtype", "int8"), 2, "dtype"),
@@ -203,6 +206,10 @@ def test_what_cannot_be_done_is_said(shell: Shell, words: tuple[str, ...], code:
         ('{"prompt": "x", "ids": [1]}', "line 2"),
         ('{"prompt": 3}', "prompt 1: prompt must be a string"),
         ('{"ids": ["a"]}', "prompt 1: ids"),
+        ('{"messages": []}', "prompt 1: messages"),
+        ('{"messages": null}', "prompt 1: messages"),
+        ("[" * 100_000, "line 2: not JSON"),
+        ('{"ids": [99999]}', "prompt 1 has id 99999"),
         ('{"messages": [{"role": "wizard", "content": "x"}]}', "prompt 1: messages[0].role"),
     ],
 )
@@ -219,3 +226,17 @@ def test_every_command_has_help(shell: Shell, command: str) -> None:
     found = shell(command, "--help", own_model=False)
     assert found.code == 0
     assert "--model" in found.out
+
+
+def test_lines_end_at_newlines_only_and_text_is_shown_as_it_is(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('\ufeff{"prompt": "a\u2028b"}\r\n', encoding="utf-8")
+    found = shell("generate", "--file", str(file), "--max-new-tokens", "2")
+    assert (found.code, len(found.out.splitlines())) == (0, 1)
+    assert "> I say :heart: [b]" in shell("generate", "I say :heart: [b]", "--max-new-tokens", "2").out
+
+
+def test_an_answer_fills_what_is_left_when_nothing_was_asked(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps({"ids": [1] * 897}))
+    assert len(shell("generate", "--file", str(file)).json["tokens"]) <= 3
