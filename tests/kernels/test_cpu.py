@@ -1,5 +1,7 @@
 """The CPU forms equal the reference: any sizes, any routing, any weights, any positions."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -56,6 +58,43 @@ def test_attend(
     assert found.dtype == dtype
     assert found.isfinite().all(), "finite also for a query that sees no key"
     seen = reference.visible(q_pos, k_pos, window).any(-1)
+    close(found[seen], expected[seen], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(1, 4), (2, 3), (3, 1)])
+def test_attend_of_one_query(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    kv_heads, group = heads
+    q, k, v = (x.to(dtype) for x in (draw(0, 2, 1, kv_heads * group, 8), *draw(1, 2, 2, 11, kv_heads, 8)))
+    where = torch.tensor([[7], [10]]), torch.arange(11).expand(2, 11)
+    for window in (0, 1, 4):
+        close(cpu.attend(q, k, v, *where, window), reference.attend(q, k, v, *where, window), TOLERANCE[dtype])
+
+
+ODD_KEYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as the queries": lambda k: k,
+    "one empty": lambda k: k.where(k != 2, -1),
+    "two swapped": lambda k: k[:, [0, 2, 1, *range(3, k.shape[1])]],
+    "one place later": lambda k: k + 1,
+    "the last one first": lambda k: k.roll(1, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", ODD_KEYS)
+@pytest.mark.parametrize("further", ["none", "empty", "later", "seen"])
+@pytest.mark.parametrize("window", [0, 1, 4, 5, 6])
+def test_attend_from_the_start(window: int, further: str, keys: str, dtype: torch.dtype) -> None:
+    """A prompt's first chunk, which needs no mask, and all that only resembles one; in one of two sequences."""
+    k_pos = torch.arange(5).expand(2, 5).clone()
+    k_pos[1:] = ODD_KEYS[keys](k_pos[1:])
+    more = {"none": [], "empty": [-1, -1], "later": [5, 6], "seen": [-1, 3]}[further]
+    k_pos = torch.cat([k_pos, torch.tensor(more, dtype=torch.int64).expand(2, len(more))], 1)
+    q, k, v = draw(0, 2, 5, 6, 8), *draw(1, 2, 2, k_pos.shape[1], 2, 8)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    q_pos = torch.arange(5).expand(2, 5)
+    seen = reference.visible(q_pos, k_pos, window).any(-1)
+    found, expected = (form.attend(q, k, v, q_pos, k_pos, window) for form in (cpu, reference))
     close(found[seen], expected[seen], TOLERANCE[dtype])
 
 

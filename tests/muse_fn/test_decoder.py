@@ -160,6 +160,14 @@ def test_a_mesh_of_several_ranks_is_refused() -> None:
         forward(params, tokens, SMALL, Mesh(ep=2, tp=4))
 
 
+def test_tokens_of_another_kind_are_refused() -> None:
+    params, tokens = random_params(SMALL, 0), random_tokens(SMALL, 0, 2, 5)
+    assert torch.equal(run(params, tokens.int(), SMALL), run(params, tokens, SMALL))
+    for wrong in (tokens[0], tokens[None], tokens[:, :0], tokens[:0], tokens.float(), tokens.tolist()):
+        with pytest.raises(ValueError, match=r"^tokens is .*: must be int64 or int32 \[B, T\], neither of them 0$"):
+            forward(params, wrong, SMALL)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_tied_head_is_the_embedding() -> None:
     params, tokens = random_params(SMALL, 0), random_tokens(SMALL, 0, 1, 5)
     tied = run(params._replace(head=()), tokens, SMALL)
