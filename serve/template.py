@@ -2,8 +2,9 @@
 
 A mark (a character that occurs nowhere else) is put into the caller's strings wherever a control token could begin,
 before the template sees them. After rendering, a control token spelled without a mark was written by the template;
-all other text loses its marks again and is encoded as ordinary text. The template is trusted to say what the
-prompt is, not to be well-behaved: its loops, calls and output are paid from a budget.
+all other text loses its marks again and is encoded as ordinary text. The template comes with the checkpoint and is
+trusted to say what the prompt is: its loops, calls and output are paid from a budget, which stops the usual runaway
+but bounds neither the memory nor the time of one huge expression.
 """
 
 import html
