@@ -166,8 +166,8 @@ def test_positions_far_out(pair: Pair) -> None:
 
 # The error of a run in bfloat16 is its distance from a float32 run of the same bfloat16 weights, as RMS over the
 # vocabulary relative to the RMS of the logits. transformers keeps a bfloat16 stream and rounds it, the norms, the
-# angles and the capped logits; ours rounds the inputs of matrix products only. Measured over these cases and four
-# seeds: transformers 6.3e-3 to 1.3e-2, ours 2.7e-3 to 5.0e-3. The limit is twice our largest.
+# angles and the capped logits; ours rounds the inputs of matrix products only. Medians measured over these cases:
+# transformers 6.1e-3 to 1.6e-2, ours 2.7e-3 to 5.4e-3. The limit is about twice our largest.
 BF16_ERROR = 1e-2
 
 
