@@ -180,7 +180,7 @@ def test_expert_rows(
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [3, 300])
+@pytest.mark.parametrize("count", [1, 3, 300])
 def test_expert_rows_have_the_dtype_of_their_input(form: str, dtype: torch.dtype, count: int) -> None:
     gate_up, down = weights(form, 0, 4, 32, 32)
     u, idx = draw(1, count, 32).to(dtype), routing("even", 0, count, 2, 4)

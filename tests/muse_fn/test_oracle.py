@@ -1,5 +1,6 @@
 """Acceptance: models built and saved by transformers, loaded by muse_fn, give transformers' logits and gradients."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,6 +163,29 @@ def test_positions_far_out(pair: Pair) -> None:
         h, _ = hidden_states(pair.ours.params, tokens, (), (), pos, config, EAGER)
         found = logits(pair.ours.params, h, config, EAGER)
     close(found, oracle.logits(pair.theirs, tokens, position_ids=pos), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        ("layer_types",),
+        ("layer_rope_theta",),
+        ("layer_types", "layer_rope_theta", "mlp_layer_types", "rope_parameters"),
+    ],
+    ids=" ".join,
+)
+def test_what_a_config_leaves_out_is_derived_as_transformers_does(left_out: tuple[str, ...], tmp_path: Path) -> None:
+    """Layers by their place counted from the last one, rotary so too and not by the layer's type."""
+    types = [F, S, S, F, F, S, S]
+    folder = oracle.save(oracle.build(0, num_hidden_layers=7, layer_types=types, layer_rope_theta=[5e5] * 7), tmp_path)
+    file = folder / "config.json"
+    whole = json.loads(file.read_text())
+    for key in left_out:
+        del whole["text_config"][key]
+    file.write_text(json.dumps(whole))
+    model = muse_fn.load(folder)
+    tokens = draw_tokens(model.config, 2, 20)
+    close(ours(model, tokens), oracle.logits(oracle.reopen(folder), tokens), 1e-5)
 
 
 # The error of a run in bfloat16 is its distance from a float32 run of the same bfloat16 weights, as RMS over the
