@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,99 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import muse_fn
-from muse_fn.serve.atem import Call, parse_invoke, tools_by_name
-from muse_fn.serve.channels import Delta, Event, Message, begin, collect, feed, finish, parse, spelled_pieces
+from muse_fn.serve.channels import Delta, Event, begin, collect, feed, finish, parse
 from muse_fn.serve.chat import render_chat
-from muse_fn.tokenizer import Control, Json, Piece, Text, Tokenizer, load_tokenizer
+from muse_fn.tokenizer import Control, Json, Text, Tokenizer, load_tokenizer
 from tests.toy_tokenizer import build
+from tests.turns import INVOKE, TOOLS, ask, call, pieces, said, to
 
-MARKS = re.compile(r"(<\|(?:start|message|eom|eot|end_of_text)\|>)")
-STRING: Json = {"type": "string"}
-NUMBER: Json = {"type": "number"}
-
-
-def tool(name: str, **properties: Json) -> Json:
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
-
-
-TOOLS: list[Json] = [
-    tool("lookup", city=STRING),
-    tool("add", a=NUMBER, b=NUMBER),
-    tool("ping"),
-    tool("noargs"),
-    tool("get_weather", city=STRING, days={"type": "integer"}),
-    tool("write_file", path=STRING, content=STRING),
-    tool("read", filePath=STRING),
-]
-
-
-def pieces(text: str, cuts: random.Random | None = None, size: int = 6) -> list[Piece]:
-    """A spelled turn as an engine gives it: control tokens whole, text in runs of 1 to `size` characters."""
-    found: list[Piece] = []
-    for part in MARKS.split(text):
-        if MARKS.fullmatch(part):
-            found.append(Control(part))
-            continue
-        while part:
-            n = cuts.randint(1, size) if cuts else len(part)
-            found.append(Text(part[:n]))
-            part = part[n:]
-    return found
-
-
-def spelled(text: str, size: int) -> list[Piece]:
-    """The same turn from an engine that gives text only, markers spelled out and cut anywhere."""
-    held, found = "", list[Piece]()
-    for at in range(0, len(text), size):
-        held, more = spelled_pieces(held, text[at : at + size])
-        found += more
-    return [*found, Text(held)]
-
-
-def ask(text: str) -> Message:
-    """The message of a turn, the same for every way to cut it: at one place, everywhere, at random."""
-    whole = parse(pieces(text), TOOLS)
-    for seed in range(12):
-        cut = parse(pieces(text, random.Random(seed), 1 if seed == 0 else 6), TOOLS)
-        assert cut == whole, f"cut by seed {seed}"
-    for at in range(1, len(text)):
-        assert parse(halves(text, at), TOOLS) == whole, f"cut at {at}"
-    for size in (1, 2, 7, len(text) or 1):
-        assert parse(spelled(text, size), TOOLS) == whole, f"spelled out, {size} characters a piece"
-    return whole
-
-
-def halves(text: str, at: int) -> list[Piece]:
-    """The turn with one more cut, which a marker does not suffer."""
-    found: list[Piece] = []
-    for part in pieces(text):
-        size = len(part.text if isinstance(part, Text) else part.name)
-        if isinstance(part, Text) and 0 < at < size:
-            found += [Text(part.text[:at]), Text(part.text[at:])]
-        else:
-            found.append(part)
-        at -= size
-    return found
-
-
-def to(recipient: str) -> str:
-    return f"<|start|>assistant to={recipient}<|message|>"
-
-
-def call(name: str, **values: object) -> str:
-    inner = "".join(f'<atem:parameter name="{k}">{v}</atem:parameter>\n' for k, v in values.items())
-    return f'<atem:function_calls>\n<atem:invoke name="{name}">\n{inner}</atem:invoke>\n</atem:function_calls>'
-
-
-def said(message: Message) -> dict[str, Any]:
-    """The parts of a message that are not empty, calls with decoded arguments."""
-    parts: dict[str, Any] = {k: v for k, v in message._asdict().items() if v and k not in ("content", "unfinished")}
-    if message.tool_calls:
-        parts["tool_calls"] = [(c.name, json.loads(c.arguments)) for c in message.tool_calls]
-    return parts
-
-
-INVOKE = '<atem:invoke name="'
 TURNS: dict[str, tuple[str, dict[str, Any]]] = {
     "B answer": (
         " to=self<|message|>97 works<|eom|>" + to("user") + "97<|eot|>",
@@ -327,19 +239,21 @@ def test_random_turns_are_the_same_at_every_cut(block: int) -> None:
             assert parse(pieces(text, random.Random(seed), size), TOOLS) == whole, text
 
 
-@given(st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
-def test_nothing_said_is_ever_lost_or_taken_back(text: str) -> None:
+# Pieces of turns in which every "a" and "1" belongs to a body: no header can swallow one.
+BODIES = [" ", "\n", "t", "<", "a", "1", "1 a", "<|message|>", "<|eom|>", "<|eot|>", " to=user<|message|>", to("self")]
+
+
+@given(st.lists(st.sampled_from(BODIES), max_size=16).map("".join))
+def test_nothing_said_is_ever_lost_or_said_twice(text: str) -> None:
     state, events = begin(TOOLS), list[Event]()
     for piece in pieces(text, random.Random(1)):
         state, more = feed(state, piece)
         events += more
     state, more = finish(state)
-    message = collect([*events, *more], state.damaged)
-    plain = MARKS.sub("", text)
-    everything = "".join([message.reasoning, message.content, *message.damaged])
-    for char in "a1":  # letters of no marker, so each one must have ended somewhere
-        if "atem" not in text and "to=" not in text and "<|start|>" not in text:
-            assert everything.count(char) == plain.count(char)
+    message = collect([*events, *more], state.damaged, state.unfinished)
+    body = text.replace(to("self"), "")
+    for char in "a1":
+        assert (message.reasoning + message.content).count(char) == body.replace("<|message|>", "").count(char)
 
 
 UNITS = [
@@ -358,107 +272,28 @@ UNITS = [
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_hostile_text_costs_linear_time(unit: str) -> None:
-    text = unit * (1_000_000 // len(unit))
+def test_a_megabyte_of_hostile_text_is_one_message_however_cut(unit: str) -> None:
+    text = unit * (1_000_000 // len(unit))  # a pass that is not linear would take hours
     for head in ("", to("x") + TAGS[1], to("user")):
         for tail in ("", TAGS[4]):
-            begun = time.perf_counter()
-            parse(pieces(head + text + tail), TOOLS)
-            assert time.perf_counter() - begun < 5, "quadratic: a linear pass takes 0.1 s"
+            whole = parse(pieces(head + text + tail), TOOLS)
+            assert parse(pieces(head + text + tail, random.Random(1), 400_000), TOOLS) == whole
 
 
 @pytest.mark.parametrize("head", ["", to("x") + TAGS[1] + TAGS[2], to("user")])
 @pytest.mark.parametrize("unit", ["line of code\n", " ", "<", "to=", "</atem:invoke>"])
-def test_a_piece_costs_time_in_proportion_to_itself(head: str, unit: str) -> None:
+def test_a_long_stream_of_small_pieces_is_its_whole(head: str, unit: str) -> None:
     text = unit * (100_000 // len(unit))
+    events: list[Event] = []
     state = begin(TOOLS)
     for piece in pieces(head):
         state, _ = feed(state, piece)
-    begun = time.perf_counter()
     for at in range(0, len(text), 4):
-        state, _ = feed(state, Text(text[at : at + 4]))
-    assert time.perf_counter() - begun < 15, "quadratic: a linear pass takes 0.5 s"
-
-
-def decode_value(raw: str, schema: Json) -> Any:
-    """A parameter's value as it ends in the arguments of a call, which are always JSON that can be sent."""
-    text = f'{INVOKE}f"><atem:parameter name="k">{raw}</atem:parameter>'
-    found, beside = parse_invoke(text, tools_by_name([tool("f", k=schema)]))
-    assert found
-    assert not beside
-    found.arguments.encode("utf-8")
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    return json.loads(found.arguments, parse_constant=refuse)["k"]
-
-
-DEEP = "[" * 33 + "]" * 33
-OBJECT: Json = {"type": "object"}
-
-
-@pytest.mark.parametrize(
-    ("text", "schema", "value"),
-    [
-        ("42", STRING, "42"),
-        ("42", NUMBER, 42),
-        ("42", None, 42),
-        ("42", {"type": ["string", "null"]}, "42"),
-        ("null", {"anyOf": [{"type": "integer"}, STRING]}, "null"),
-        ("null", {"oneOf": [{"allOf": [{"type": "null"}, STRING]}]}, "null"),
-        ("null", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
-        ("1", {"enum": ["1", "2"]}, "1"),
-        ("1", {"enum": [1, "2"]}, 1),
-        ("007", NUMBER, "007"),
-        ("NaN", NUMBER, "NaN"),
-        ("[NaN]", NUMBER, "[NaN]"),
-        ("-Infinity", NUMBER, "-Infinity"),
-        ("[1e999]", NUMBER, "[1e999]"),
-        ("9" * 5000, NUMBER, "9" * 5000),
-        ('{"a": [true]}', OBJECT, {"a": [True]}),
-        ('{"a": 1, "a": 2}', OBJECT, {"a": 2}),
-        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
-        (DEEP, {"type": "array"}, DEEP),
-        (DEEP[1:-1], {"type": "array"}, json.loads(DEEP[1:-1])),
-        ('"\\ud83d"', OBJECT, '"\\ud83d"'),
-        ('"\\uD83D\\uDE00"', OBJECT, "\U0001f600"),
-        (" x ", STRING, " x "),
-        (" 1 ", NUMBER, 1),
-        ("", NUMBER, ""),
-    ],
-)
-def test_values(text: str, schema: Json, value: Json) -> None:
-    assert decode_value(text, schema) == value
-
-
-def test_references_of_a_schema_are_followed_once() -> None:
-    loop: Json = {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}, {"$ref": "elsewhere"}]}
-    text: Json = {"$ref": "#/$defs/a~1b"}
-    definitions: dict[str, Json] = {"loop": loop, "a/b": STRING}
-    parameters: Json = {"properties": {"x": loop, "y": text}, "$defs": definitions}
-    found = tools_by_name([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
-    assert found["f"].names == {"x", "y"}
-    assert found["f"].strings == {"y"}
-
-
-@pytest.mark.parametrize(
-    "tools", [5, [5], [{}], [{"function": 5}], [{"function": {"name": "f", "parameters": {"properties": 5}}}]]
-)
-def test_malformed_tools_are_passed_over(tools: Json) -> None:
-    assert not any(known.names for known in tools_by_name(tools).values())
-
-
-def test_arguments_are_json_and_the_last_duplicate_wins() -> None:
-    values = "".join(f'<atem:parameter name="k">{value}</atem:parameter>' for value in (1, '"é"'))
-    assert parse_invoke(f'{INVOKE}f">{values}', {}) == (Call("f", '{"k": "é"}'), "")
-
-
-def test_namespaces_name_their_functions() -> None:
-    tools: list[Json] = [{"type": "namespace", "name": "db", "tools": [tool("get", key=STRING)]}]
-    assert tools_by_name(tools)["db.get"].strings == {"key"}
-    message = parse(pieces(to("db.get") + call("db.get", key=7)), tools)
-    assert message.tool_calls == (Call("db.get", '{"key": "7"}'),)
+        state, more = feed(state, Text(text[at : at + 4]))
+        events += more
+    state, more = finish(state)
+    message = collect([*events, *more], state.damaged, state.unfinished)
+    assert message == parse([*pieces(head), Text(text)], TOOLS)
 
 
 @pytest.mark.parametrize(

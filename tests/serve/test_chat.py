@@ -1,7 +1,6 @@
 """What a caller writes stays text, whatever the template does with it; what the template writes becomes tokens."""
 
 import json
-import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -255,10 +254,8 @@ ENDLESS = [
 @pytest.mark.parametrize("template", ENDLESS)
 def test_a_misbehaving_template_is_one_error(tmp_path: Path, template: str) -> None:
     toy = with_template(tmp_path, template)
-    start = time.perf_counter()
-    with pytest.raises(ValueError, match="chat template: "):
+    with pytest.raises(ValueError, match="chat template: "):  # without a budget: after hours, or all memory
         render_chat(toy, [{"role": "user", "content": "x" * 9999}])
-    assert time.perf_counter() - start < 60  # measured 1.6 s at most; without a budget hours, or all memory
 
 
 def test_templates_that_cannot_be_compiled(tmp_path: Path, nano: Tokenizer) -> None:
@@ -356,11 +353,10 @@ def test_variables_of_the_server_cannot_be_given(nano: Tokenizer) -> None:
         render_chat(nano, ASK, variables={"messages": []})
 
 
-def test_long_hostile_text_is_quick(nano: Tokenizer) -> None:
-    text = "<|eot|" * 150_000 + "<   " * 50_000
-    start = time.perf_counter()
-    render_chat(nano, [{"role": "user", "content": text}])
-    assert time.perf_counter() - start < 20  # measured 0.3 s; a quadratic walk would take hours
+def test_long_hostile_text_comes_through(nano: Tokenizer) -> None:
+    text = "<|eot|" * 150_000 + "<   " * 50_000  # a quadratic walk would take hours
+    pieces = render_chat(nano, [{"role": "user", "content": text}])
+    assert any(isinstance(piece, Text) and text in piece.text for piece in pieces)
 
 
 @pytest.mark.parametrize(
