@@ -75,7 +75,7 @@ ROWS = (
         init="zeros",
         where="sparse",
     ),
-    Row("layers.*.mlp.squeeze", _P + "mlp.pre_expert_proj.weight", "latent hidden", where="sparse"),
+    Row("layers.*.mlp.squeeze", _P + "mlp.pre_expert_proj.weight", "squeezed hidden", where="sparse"),
     Row("layers.*.mlp.squeeze_norm", _P + "mlp.pre_expert_norm.weight", "latent", init="zeros", where="sparse"),
     Row(
         "layers.*.mlp.experts.gate_up",
@@ -92,7 +92,7 @@ ROWS = (
         each=(_X + "{e}.down_proj",),
     ),
     Row("layers.*.mlp.experts.norm", _X + "post_expert_norm.weight", "latent", init="zeros", where="sparse"),
-    Row("layers.*.mlp.expand", _P + "mlp.post_expert_proj.weight", "hidden latent", where="sparse"),
+    Row("layers.*.mlp.expand", _P + "mlp.post_expert_proj.weight", "expanded latent", where="sparse"),
     Row("layers.*.mlp.gate", _P + "mlp.gate_proj.weight", "dense_inner hidden", where="dense"),
     Row("layers.*.mlp.up", _P + "mlp.up_proj.weight", "dense_inner hidden", where="dense"),
     Row("layers.*.mlp.down", _P + "mlp.down_proj.weight", "hidden dense_inner", where="dense"),
@@ -113,6 +113,8 @@ def sizes(config: Config) -> dict[str, int]:
         "head_dim": config.head_dim,
         "experts": config.experts,
         "latent": config.latent_size,
+        "squeezed": config.latent_size,  # a word of its own, so that a layout may split it
+        "expanded": config.hidden_size,  # likewise
         "inner": config.expert_size,
         "gate_up": 2,
         "dense_inner": config.intermediate_size,

@@ -1,0 +1,131 @@
+"""Which mesh axes split which word of the schema, and whether a model fits a mesh.
+
+A layout is a table of words; a word that is not in it is whole on every rank.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from muse_fn.params.config import Config
+from muse_fn.params.schema import Leaf, dims_of, leaves, sizes
+from muse_fn.sharding.mesh import STAGE, Axes, Mesh, MeshError
+
+RULES: dict[str, Axes] = {
+    "vocab": STAGE,
+    "heads": STAGE,
+    "kv_heads": STAGE,  # with more ranks than KV heads, neighbours hold the same one
+    "dense_inner": STAGE,
+    "experts": ("ep",),
+    "inner": ("tp",),
+}
+SPLIT_SQUEEZE: dict[str, Axes] = {"squeezed": STAGE, "expanded": STAGE}
+REPEATED = frozenset({"kv_heads"})
+WHOLE_EXPERTS = frozenset({"layers.*.mlp.router.weight", "layers.*.mlp.router.bias"})  # every rank routes for itself
+
+
+def rules_of(mesh: Mesh) -> Mapping[str, Axes]:
+    """The table of this mesh's layout."""
+    return RULES if mesh.squeeze == "replicated" else {**RULES, **SPLIT_SQUEEZE}
+
+
+def axes_of(path: str, word: str, mesh: Mesh) -> Axes:
+    """The mesh axes that split this word in the parameters of this row."""
+    return () if path in WHOLE_EXPERTS else rules_of(mesh).get(word, ())
+
+
+def stage_layers(layers: int, mesh: Mesh, stage: int | None = None) -> range:
+    """The layers of a pipeline stage (default: this rank's): consecutive, the first stages one longer if need be.
+
+    The last stage has the head to compute, so it is never the longer one.
+    """
+    at = mesh.index(("pp",)) if stage is None else stage
+    each, more = divmod(layers, mesh.pp)
+    start = at * each + min(at, more)
+    return range(start, start + each + (at < more))
+
+
+def holds(leaf: Leaf, config: Config, mesh: Mesh) -> bool:
+    """Whether this rank's stage has the parameter: the first embeds, the last has the head (tied: the table too)."""
+    if leaf.layer is not None:
+        return leaf.layer in stage_layers(config.layers, mesh)
+    if leaf.path == "embed":
+        return mesh.is_first or (mesh.is_last and config.tie_word_embeddings)
+    return mesh.is_last
+
+
+def check_mesh(config: Config, mesh: Mesh, blocks: Mapping[str, int] | None = None) -> None:
+    """Raises MeshError with every reason why the mesh cannot hold a model of this config, and the meshes that can.
+
+    `blocks` gives, for parameters by path, how many elements of the last dimension share a scale and stay together.
+    """
+    problems = problems_of_mesh(config, mesh, blocks or {})
+    if not problems:
+        return
+    fitting = [str(m) for m in _same_ranks(mesh) if not problems_of_mesh(config, m, blocks or {})]
+    fewer = [n for n in range(mesh.size(STAGE) - 1, 0, -1) if any(_fits(config, m, blocks) for m in _layouts(n))]
+    allowed = f"with {mesh.ranks} ranks these fit: {'; '.join(fitting)}" if fitting else ""
+    if not fitting and fewer:
+        each = [str(m) for m in _layouts(fewer[0]) if _fits(config, m, blocks)]
+        allowed = f"no mesh of {mesh.ranks} ranks fits; the largest smaller ones are {'; '.join(each)}"
+    lines = [f"mesh {mesh} does not fit this model:", *problems, *([allowed] if allowed else [])]
+    raise MeshError("\n  ".join(lines))
+
+
+def _fits(config: Config, mesh: Mesh, blocks: Mapping[str, int] | None) -> bool:
+    return not problems_of_mesh(config, mesh, blocks or {})
+
+
+def _layouts(ranks: int) -> list[Mesh]:
+    return [Mesh(ep=ep, tp=ranks // ep) for ep in range(1, ranks + 1) if ranks % ep == 0]
+
+
+def _same_ranks(mesh: Mesh) -> list[Mesh]:
+    return [Mesh(ep=m.ep, tp=m.tp, pp=mesh.pp, squeeze=mesh.squeeze) for m in _layouts(mesh.size(STAGE))]
+
+
+def problems_of_mesh(config: Config, mesh: Mesh, blocks: Mapping[str, int]) -> list[str]:
+    """Every reason, one sentence for each word of the schema that does not divide."""
+    problems = list(_problems_of_words(config, mesh))
+    if mesh.pp > config.layers:
+        problems.append(f"pp is {mesh.pp}: the model has {config.layers} layers, so pp must be 1 to {config.layers}")
+    tp = mesh.tp
+    for path, block in blocks.items():
+        width = config.expert_size
+        if _splits_inner(path) and width % tp == 0 and width // tp % block:
+            good = [n for n in _divisors(width) if width // n % block == 0]
+            shown = f"tp must be {_listed(good)}" if good else "no tp can split it"
+            problems.append(
+                f"tp is {tp}: {width // tp} inputs of {path} on each rank cut a block of {block} that shares a scale; "
+                f"expert_size is {width}, so {shown}"
+            )
+            break
+    return problems
+
+
+def _splits_inner(path: str) -> bool:
+    return path.endswith("experts.down")
+
+
+@lru_cache(maxsize=256)
+def _problems_of_words(config: Config, mesh: Mesh) -> tuple[str, ...]:
+    size, found = sizes(config), dict[str, None]()
+    for leaf in leaves(config):
+        for word in (word for words in dims_of(leaf.row) for word in words):
+            axes = axes_of(leaf.row.path, word, mesh)
+            ranks = mesh.size(axes)
+            if size[word] % ranks == 0 or (word in REPEATED and ranks % size[word] == 0):
+                continue
+            good = _divisors(size[word])
+            also = f", or a multiple of {size[word]}" if word in REPEATED else ""
+            name = "*".join(axes)
+            found[f"{name} is {ranks}: {word} is {size[word]}, so {name} must be {_listed(good)}{also}"] = None
+    return tuple(found)
+
+
+def _divisors(size: int) -> list[int]:
+    return [n for n in range(1, min(size, 4096) + 1) if size % n == 0]
+
+
+def _listed(values: list[int]) -> str:
+    shown = [str(value) for value in values[:12]] + (["…"] if len(values) > 12 else [])
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
