@@ -6,21 +6,25 @@ from typing import NamedTuple
 
 import torch
 
-from muse_fn.params.checkpoint import open_checkpoint
+from muse_fn.params.checkpoint import Checkpoint, open_checkpoint
 from muse_fn.params.config import Config
-from muse_fn.params.quantise import check_widths, quantise_leaf
+from muse_fn.params.quantise import BLOCKS, check_widths, is_packable, quantise_leaf
 from muse_fn.params.read import Progress, read_params
+from muse_fn.params.schema import Leaf, sparse_layers
+from muse_fn.params.slicing import Part, Share
 from muse_fn.params.tree import Params
 from muse_fn.params.write import write_checkpoint
-from muse_fn.sharding.mesh import Mesh, one_rank
+from muse_fn.sharding.mesh import ONE, Mesh
+from muse_fn.sharding.rules import check_mesh, holds
+from muse_fn.sharding.split import local_path, part_of, stage_config
 from muse_fn.tokenizer import Tokenizer, load_tokenizer
 
 
 class Model(NamedTuple):
     """All that answering needs."""
 
-    config: Config
-    params: Params
+    config: Config  # of the whole model, whatever part of it a rank holds
+    params: Params  # this rank's
     tokenizer: Tokenizer | None  # None if the folder has none
 
 
@@ -37,18 +41,42 @@ def load(
 
     `dtype` is for plain tensors except router and residual gates, which are float32; None keeps each as stored.
     `quantize="mxfp4"` packs the experts of the inner layers while reading. All is verified before anything is
-    allocated; raises CheckpointError, ConfigError or ValueError with every problem.
+    allocated; raises CheckpointError, ConfigError, MeshError or ValueError with every problem.
+
+    A rank of a mesh reads its own slices only, `progress` counting their bytes; the mesh need not be linked, so
+    `Mesh(ep=2, tp=4).at(3)` loads one of eight shares alone.
     """
-    one_rank(mesh)
+    mesh = mesh or ONE
     if quantize not in (None, "mxfp4"):
         raise ValueError(f"quantize is {quantize!r}: must be None or 'mxfp4'")
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     if quantize:
         check_widths(config, quantize)
+    check_mesh(config, mesh, blocks_of(checkpoint, quantize))
     tokenizer = load_tokenizer(checkpoint.folder) if (checkpoint.folder / "tokenizer.json").exists() else None
     finish = partial(quantise_leaf, config=config) if quantize else None
-    return Model(config, read_params(checkpoint, dtype, device, progress, finish), tokenizer)
+    params = read_params(checkpoint, dtype, device, progress, finish, share_of(config, mesh))
+    return Model(config, params, tokenizer)
+
+
+def share_of(config: Config, mesh: Mesh) -> Share:
+    """What this rank reads of a checkpoint; the mesh must fit the config."""
+
+    def part(leaf: Leaf) -> Part | None:
+        return part_of(leaf, config, mesh) if holds(leaf, config, mesh) else None
+
+    def path(leaf: Leaf) -> str:
+        return local_path(leaf.path, leaf.layer, config, mesh)
+
+    return Share(part, path, sparse_layers(stage_config(config, mesh)))
+
+
+def blocks_of(checkpoint: Checkpoint, quantize: str | None = None) -> dict[str, int]:
+    """For parameters that are packed once loaded, by path: how many inputs share a scale and must stay together."""
+    packed = {plan.leaf.path: plan.format.block for plan in checkpoint.plans if plan.format.node != "plain"}
+    made = [plan.leaf.path for plan in checkpoint.plans if quantize and is_packable(plan.leaf, checkpoint.config)]
+    return {**{path: BLOCKS[quantize] for path in made if quantize}, **packed}
 
 
 def save(

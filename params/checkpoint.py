@@ -5,7 +5,7 @@
 Nothing here allocates a tensor; `read` does, after this has succeeded.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, cast
@@ -14,6 +14,7 @@ from muse_fn.params.config import Config, read_json
 from muse_fn.params.matching import LeafPlan, match
 from muse_fn.params.quantization import problems_of_quantization
 from muse_fn.params.safetensors_header import Stored, read_header, read_object, shown
+from muse_fn.params.slicing import Part, Share
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -39,6 +40,20 @@ class Checkpoint:
     def bytes(self) -> int:
         """Stored bytes of all parameters."""
         return sum(plan.bytes for plan in self.plans)
+
+
+def parts_of(checkpoint: Checkpoint, share: Share) -> Iterator[tuple[LeafPlan, Part]]:
+    """The parameters that a rank holds, and the part of each, a stored copy of a tied head last."""
+    copies = [checkpoint.head_copy] if checkpoint.head_copy else []
+    for plan in (*checkpoint.plans, *copies):
+        part = share.part(plan.leaf)
+        if part is not None:
+            yield plan, part
+
+
+def planned_bytes(checkpoint: Checkpoint, share: Share) -> int:
+    """Stored bytes that loading this rank's share reads."""
+    return sum(plan.bytes_of(part) for plan, part in parts_of(checkpoint, share))
 
 
 def refuse(where: Path, problems: Iterable[str]) -> NoReturn:

@@ -4,9 +4,12 @@ Works on headers alone. Everything that does not fit is a sentence that names fi
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
 
+from muse_fn.params import slicing
 from muse_fn.params.config import Config
 from muse_fn.params.formats import (
     PLAIN,
@@ -20,7 +23,7 @@ from muse_fn.params.formats import (
     formats_of,
     present,
 )
-from muse_fn.params.safetensors_header import Stored
+from muse_fn.params.safetensors_header import BITS, Stored
 from muse_fn.params.schema import ROWS, Leaf, leaves, shape_of
 from muse_fn.params.towers import PREFIXES as TOWER_PREFIXES
 
@@ -49,6 +52,29 @@ class Piece:
     stored: Stored
     at: Index  # () is the whole
 
+    def place(self, shape: Shape) -> tuple[slicing.Range, ...]:
+        """The rectangle that it fills in the node's tensor of this shape."""
+        ends = [(at, at + 1) if isinstance(at, int) else (at.start, at.stop) for at in self.at]
+        return (*ends, *((0, size) for size in shape[len(ends) :]))
+
+
+class Slice(NamedTuple):
+    """What is read of one stored tensor in one go, and its place in the tensor that receives it."""
+
+    piece: Piece
+    read: slicing.Slices  # of the stored tensor
+    target: slicing.Slices
+
+    @property
+    def shape(self) -> Shape:
+        """Of the place that it fills; the stored tensor may lack dimensions of 1."""
+        return tuple(side.stop - side.start for side in self.target)
+
+    @property
+    def bytes(self) -> int:
+        """Stored bytes."""
+        return prod(self.shape) * BITS[self.piece.stored.dtype] // 8
+
 
 @dataclass(frozen=True)
 class LeafPlan:
@@ -63,12 +89,40 @@ class LeafPlan:
         """Stored bytes to be read."""
         return sum(piece.stored.size for piece in self.pieces)
 
-    def shape(self, role: Role) -> Shape:
-        """The shape of one tensor of the parameter's node; a factor per matrix is always [..., matrices]."""
-        part = next(part for part in self.format.parts if part.role == role)
-        if role == "global_scale":
-            return (*self.leaf.shape[:-2], self.leaf.matrices)
-        return allowed_shapes(part, self.format.block, self.leaf.shape, self.leaf.matrices)[0]
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The tensors that its node is made of."""
+        return tuple(dict.fromkeys(piece.part.role for piece in self.pieces))
+
+    def bytes_of(self, part: slicing.Part) -> int:
+        """Stored bytes to be read for a part of the parameter."""
+        return sum(one.bytes for role in self.roles for one in self.slices(role, part))
+
+    def part(self, role: Role, part: slicing.Part) -> slicing.Part:
+        """What a part of the parameter is in one tensor of its node."""
+        match role:
+            case "codes":
+                return slicing.divided(part, 2)
+            case "scales":
+                return slicing.divided(part, self.format.block)
+            case "global_scale":
+                return slicing.factors(part, self.leaf.matrices)
+            case "values" | "ignored":
+                return part
+
+    def slices(self, role: Role, part: slicing.Part) -> Iterator[Slice]:
+        """The slices of stored tensors that together fill one tensor of the node of this part, each byte once."""
+        own = self.part(role, part)
+        shape = slicing.shape_of_part(self.part(role, slicing.whole(self.leaf.shape)))
+        for piece in (piece for piece in self.pieces if piece.part.role == role):
+            for read, target in slicing.overlaps(own, piece.place(shape)):
+                yield Slice(piece, _of_stored(piece.stored.shape, read, piece.place(shape)), target)
+
+
+def _of_stored(shape: Shape, read: slicing.Slices, place: tuple[slicing.Range, ...]) -> slicing.Slices:
+    """Slices of a piece's rectangle as slices of its tensor, which has the same dimensions but for those of 1."""
+    wide = iter([side for side, (start, stop) in zip(read, place, strict=True) if stop - start != 1])
+    return tuple(slice(0, 1) if size == 1 else next(wide) for size in shape)
 
 
 @dataclass

@@ -1,11 +1,14 @@
 """Parts of a parameter: ranges per dimension, what they mean for packed tensors, and how they meet stored pieces.
 
 Part   for each dimension of a parameter's shape the ranges kept, in order:
-       gate_up [E, 2F, M], experts 0..127, a quarter of gate and of up:  (((0, 128),), ((0, F/4), (F, F + F/4)), ((0, M),))
+       gate_up [E, 2F, M], experts 0..127, a quarter of gate and of up:
+           (((0, 128),), ((0, F/4), (F, F + F/4)), ((0, M),))
 Box    one range per dimension, with its place in the part
+Share  what one rank holds of a whole model
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
@@ -13,6 +16,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight
+from muse_fn.params.config import Config
+from muse_fn.params.schema import Leaf, sparse_layers
 
 Range = tuple[int, int]
 Part = tuple[tuple[Range, ...], ...]
@@ -39,6 +44,25 @@ def divided(part: Part, by: int) -> Part:
     """The part of a tensor that has one element for `by` elements of the last dimension: codes, or block scales."""
     assert all(n % by == 0 for ends in part[-1] for n in ends), f"{part=} {by=}"
     return (*part[:-1], tuple((start // by, stop // by) for start, stop in part[-1]))
+
+
+def factors(part: Part, matrices: int) -> Part:
+    """The part of a tensor [..., matrices] that has one element for each expert and matrix, however rows are cut."""
+    return (*part[:-2], ((0, matrices),))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds: of each parameter a part or nothing (None), and the tree that the parts make."""
+
+    part: Callable[[Leaf], Part | None]
+    path: Callable[[Leaf], str]  # in the rank's tree
+    sparse: tuple[bool, ...]  # which of the rank's layers are mixtures of experts
+
+
+def everything(config: Config) -> Share:
+    """The share of a rank that is alone."""
+    return Share(lambda leaf: whole(leaf.shape), lambda leaf: leaf.path, sparse_layers(config))
 
 
 class Box(NamedTuple):
@@ -84,9 +108,9 @@ def take(weight: Weight, part: Part) -> Weight:
             return MXFP4(_take(codes, divided(part, 2)), _take(scales, divided(part, block)))
         case NVFP4(codes, scales, global_scale):
             block = 2 * codes.shape[-1] // scales.shape[-1]
-            factors = (*part[:-2], ((0, global_scale.shape[-1]),))
+            per_matrix = factors(part, global_scale.shape[-1])
             return NVFP4(
-                _take(codes, divided(part, 2)), _take(scales, divided(part, block)), _take(global_scale, factors)
+                _take(codes, divided(part, 2)), _take(scales, divided(part, block)), _take(global_scale, per_matrix)
             )
         case Tensor():
             return _take(weight, part)
