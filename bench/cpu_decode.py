@@ -27,7 +27,7 @@ from torch import Tensor
 from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
 from muse_fn.params.config import Config
 from muse_fn.params.schema import leaves, sparse_layers
-from muse_fn.params.tree import Params, from_named, map_tensors
+from muse_fn.params.tree import Params, from_named, map_tensors, sample_tensor
 from muse_fn.step import advance, decode, prefill
 
 MID = Config(
@@ -109,7 +109,7 @@ def our_prefill(params: Params, tokens: Tensor, config: Config, room: int) -> tu
     """Logits of the last position, and a cache with `room` positions more."""
     batch, length = tokens.shape
     table = own_blocks(batch, length + room, BLOCK)
-    kv = init_cache(config, 1 + table.numel(), BLOCK, dtype=params.embed.dtype)
+    kv = init_cache(config, 1 + table.numel(), BLOCK, dtype=sample_tensor(params).dtype)
     count = torch.full((batch,), length)
     view = View(table, torch.zeros_like(count), count)
     out, kv = prefill(params, tokens, kv, view, config)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from muse_fn.kernels import reference
-from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise
+from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
 TILE_BYTES = 64 << 20  # bound on what attention keeps for one tile of queries, whatever the context length
 WEIGHT_ROWS = 32  # up to here reading an expert's weights costs more than its rows
@@ -71,9 +71,16 @@ def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Wei
     """reference.expert_rows with the routes sorted by expert: one pair of products per touched expert, or for all."""
     if len(u_TM) == 1 and u_TM.dtype == torch.bfloat16:
         return _one_token(u_TM, idx_TR[0].tolist(), gate_up_EFM, down_EMF)
-    routes = idx_TR.flatten()
+    routes, experts = idx_TR.flatten(), logical_shape(down_EMF)[0]
+    (here,) = torch.where((routes >= 0) & (routes < experts))
+    if len(here) < len(routes):  # some experts are on other ranks: work on the others' routes alone
+        out = u_TM.new_zeros(len(routes), u_TM.shape[-1])
+        if len(here):
+            own = expert_rows(u_TM[here // idx_TR.shape[-1]], routes[here, None], gate_up_EFM, down_EMF)
+            out.index_copy_(0, here, own.squeeze(1))
+        return out.unflatten(0, idx_TR.shape)
     order = routes.argsort(stable=True)
-    counts = torch.bincount(routes, minlength=_experts(gate_up_EFM))
+    counts = torch.bincount(routes, minlength=experts)
     rows, sizes = u_TM.index_select(0, order // idx_TR.shape[-1]), counts.tolist()
     place = torch.arange(len(order), device=order.device)  # where each row's result will be
     if isinstance(gate_up_EFM, Tensor) and isinstance(down_EMF, Tensor) and _even(sizes, u_TM, gate_up_EFM, down_EMF):
@@ -90,12 +97,15 @@ def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Wei
 
 def _one_token(u_1M: Tensor, experts: list[int], gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
     """[1, R, M]: no two routes share an expert, so there is nothing to sort; what is elementwise runs once for all."""
-    u = u_1M[0]
-    both = torch.stack([torch.mv(dequantise(_pick(gate_up_EFM, e), u.dtype), u) for e in experts])
+    u, out = u_1M[0], u_1M.new_zeros(1, len(experts), u_1M.shape[-1])
+    here = [(place, e) for place, e in enumerate(experts) if 0 <= e < logical_shape(down_EMF)[0]]
+    if not here:
+        return out
+    both = torch.stack([torch.mv(dequantise(_pick(gate_up_EFM, e), u.dtype), u) for _, e in here])
     gate, up = both.chunk(2, -1)
-    x = (F.silu(gate) * up).unbind()
-    rows = [torch.mv(dequantise(_pick(down_EMF, e), u.dtype), x) for e, x in zip(experts, x, strict=True)]
-    return torch.stack(rows).unsqueeze(0)
+    for (place, e), x in zip(here, (F.silu(gate) * up).unbind(), strict=True):
+        out[0, place] = torch.mv(dequantise(_pick(down_EMF, e), u.dtype), x)
+    return out
 
 
 def _even(sizes: list[int], *operands: Tensor) -> bool:
@@ -124,7 +134,3 @@ def _expert(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
 
 def _pick(w: Weight, expert: int) -> Weight:
     return type(w)(*(part[expert] for part in w)) if isinstance(w, (MXFP4, NVFP4)) else w[expert]
-
-
-def _experts(w: Weight) -> int:
-    return (w.codes if isinstance(w, (MXFP4, NVFP4)) else w).shape[0]

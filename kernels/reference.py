@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from einops import einsum, repeat
 from torch import Tensor
 
-from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise
+from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
 
 def linear(x: Tensor, w: Weight) -> Tensor:
@@ -46,11 +46,14 @@ def attend(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_p
 def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
     """One row per route: expert e of route (t, r) applied to token t -> [T, R, M], not normed, weighted or summed.
 
-    gate_up is [E, 2F, M] with the gate rows first, down [E, M, F]; the result has u's dtype.
+    gate_up is [E, 2F, M] with the gate rows first, down [E, M, F]; the result has u's dtype. A route to an expert that
+    is not among these (an id below 0 or from E on: another rank has it) gets a row of exact zeros.
     """
-    gate_up, down = (_of_experts(w, idx_TR, u_TM.dtype) for w in (gate_up_EFM, down_EMF))
+    here_TR = (idx_TR >= 0) & (idx_TR < logical_shape(down_EMF)[0])
+    gate_up, down = (_of_experts(w, torch.where(here_TR, idx_TR, 0), u_TM.dtype) for w in (gate_up_EFM, down_EMF))
     gate, up = einsum(u_TM, gate_up, "t m, t r f m -> t r f").chunk(2, -1)
-    return einsum(F.silu(gate) * up, down, "t r f, t r m f -> t r m")
+    rows = einsum(F.silu(gate) * up, down, "t r f, t r m f -> t r m")
+    return torch.where(here_TR.unsqueeze(-1), rows, 0.0)
 
 
 def _of_experts(w: Weight, idx_TR: Tensor, dtype: torch.dtype) -> Tensor:

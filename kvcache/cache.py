@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from muse_fn.params.config import Config
+from muse_fn.sharding.mesh import ONE, Mesh
+from muse_fn.sharding.split import local_kv_heads, stage_config
 
 
 class KVCache(NamedTuple):
@@ -29,16 +31,25 @@ class View(NamedTuple):
 
 
 def init_cache(
-    config: Config, num_blocks: int, block_size: int = 16, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    config: Config,
+    num_blocks: int,
+    block_size: int = 16,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    mesh: Mesh | None = None,
 ) -> KVCache:
-    """An empty cache of `num_blocks` blocks of `block_size` positions, block 0 included.
+    """An empty cache of `num_blocks` blocks of `block_size` positions, block 0 included; on a mesh, this rank's heads
+    and layers of it.
 
     Takes num_blocks * block_size * K * D * 2 elements per layer. Raises ValueError for fewer than 2 blocks.
     """
     if num_blocks < 2 or block_size < 1:
         raise ValueError(f"a cache needs at least 2 blocks of at least 1 position, not {num_blocks} of {block_size}")
-    shape = (num_blocks, block_size, config.kv_heads, config.head_dim)
-    k, v = ([torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)] for _ in "kv")
+    mesh = mesh or ONE
+    shape = (num_blocks, block_size, local_kv_heads(config, mesh), config.head_dim)
+    own = stage_config(config, mesh)
+    k, v = ([torch.zeros(shape, dtype=dtype, device=device) for _ in range(own.layers)] for _ in "kv")
     return KVCache(tuple(k), tuple(v))
 
 

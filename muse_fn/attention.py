@@ -10,6 +10,8 @@ from muse_fn.kvcache.cache import KVCache, Places, View, append, context
 from muse_fn.norms import Rotary, plain_norm, rotate
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Attention
+from muse_fn.sharding.collectives import psum
+from muse_fn.sharding.mesh import ONE, STAGE, Mesh
 
 
 class Step(NamedTuple):
@@ -21,9 +23,19 @@ class Step(NamedTuple):
 
 
 def attention(
-    p: Attention, a_BTH: Tensor, kv: KVCache | tuple[()], layer: int, step: Step, config: Config, ops: Ops
+    p: Attention,
+    a_BTH: Tensor,
+    kv: KVCache | tuple[()],
+    layer: int,
+    step: Step,
+    config: Config,
+    ops: Ops,
+    mesh: Mesh = ONE,
 ) -> tuple[Tensor, KVCache | tuple[()]]:
-    """a, the normed stream -> the branch [B, T, H] before its norm, and the cache with this step in it."""
+    """a, the normed stream -> the branch [B, T, H] before its norm, and the cache with this step in it.
+
+    Each rank has its heads, and their columns of the projection back, whose products are summed in float32.
+    """
     a_BTH = a_BTH.to(p.q.dtype)  # once for its four products
     q, k, v = heads(p, a_BTH, step.rotary if config.has_rotary(layer) else None, config, ops)
     if isinstance(kv, KVCache) and step.view:
@@ -33,13 +45,14 @@ def attention(
         k_pos = step.pos_BT
     o = ops.attend(q, k, v, step.pos_BT, k_pos, config.window if config.is_sliding(layer) else 0)
     o = plain_norm(o, config.rms_norm_eps).flatten(2)
-    return ops.linear(o * torch.sigmoid(ops.linear(a_BTH, p.gate).float()), p.o), kv
+    b = ops.linear(o * torch.sigmoid(ops.linear(a_BTH, p.gate).float()), p.o)
+    return psum(b.float(), mesh, STAGE), kv
 
 
 def heads(
     p: Attention, a_BTH: Tensor, rotary: Rotary | None, config: Config, ops: Ops
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, T, N, D], keys and values [B, T, K, D] of the step, in the weights' dtype.
+    """Queries [B, T, N, D], keys and values [B, T, K, D] of the step and of this rank's heads, in the weights' dtype.
 
     Queries and keys are normed per head, queries times qk_scale_factor, then both rotated if the layer has rotary.
     """
@@ -48,5 +61,5 @@ def heads(
     k = plain_norm(k, config.rms_norm_eps)
     if rotary is not None:
         both = rotate(torch.cat([q, k], 2), rotary).to(v.dtype)
-        q, k = both[:, :, : config.heads], both[:, :, config.heads :]
+        q, k = both.split([q.shape[2], k.shape[2]], 2)
     return q.to(v.dtype), k.to(v.dtype), v

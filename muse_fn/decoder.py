@@ -1,8 +1,10 @@
 """The model: embed, layers, head. The residual stream is float32; each matrix product rounds its input once.
 
-Read with the equations of the published model beside it: every line here is one of them.
+Read with the equations of the published model beside it: every line here is one of them. On a mesh every rank runs the
+same lines on its part of the parameters; `psum` and `gather` are where the parts meet.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from muse_fn.attention import Step, attention
-from muse_fn.kernels.select import Ops, select
+from muse_fn.kernels.select import Ops, select, under_vmap
 from muse_fn.kvcache.cache import KVCache, Places, View
 from muse_fn.moe import mlp
 from muse_fn.norms import (
@@ -26,8 +28,10 @@ from muse_fn.norms import (
     rotary_angles,
 )
 from muse_fn.params.config import Config
-from muse_fn.params.tree import Layer, Params
-from muse_fn.sharding.mesh import Mesh, one_rank
+from muse_fn.params.tree import Layer, Params, sample_tensor
+from muse_fn.sharding.collectives import broadcast, gather, hand_on, psum
+from muse_fn.sharding.mesh import ONE, STAGE, Mesh
+from muse_fn.sharding.split import check_shard, stage_config
 
 Cache = KVCache | tuple[()]
 
@@ -35,40 +39,90 @@ Cache = KVCache | tuple[()]
 def forward(params: Params, tokens: Tensor, config: Config, mesh: Mesh | None = None) -> Tensor:
     """Logits of every position: tokens int64 [B, T] -> float32 [B, T, V], without a cache.
 
-    Pure: works under torch.func.grad, vmap and torch.no_grad alike. Raises ValueError for a mesh of several ranks and
-    for tokens of another shape or dtype.
+    Pure: works under torch.func.grad, vmap and torch.no_grad alike. On a mesh of several ranks `params` are this rank's
+    (`load` or `shard` with the same mesh), every rank calls with the same tokens and gets all logits; no gradients
+    there. Raises ValueError for tokens of another shape or dtype or outside of the vocabulary.
     """
-    one_rank(mesh)
-    check_tokens(tokens)
-    ops = select(params.embed.device)
+    mesh = mesh or ONE
+    check_tokens(tokens, config)
+    check_shard(params, config, mesh)
+    ops = select(sample_tensor(params).device)
     pos_BT = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    h, _ = hidden_states(params, tokens, (), (), pos_BT, config, ops)
-    return logits(params, h, config, ops)
+    h = hidden_states(params, [Chunk(tokens, pos_BT, ())], (), config, ops, mesh).h_BTH
+    return logits(params, h, config, ops, mesh)
 
 
-def check_tokens(tokens: Tensor) -> None:
-    """Raises ValueError unless these are token ids [B, T] with B and T at least 1."""
+def check_tokens(tokens: Tensor, config: Config) -> None:
+    """Raises ValueError unless these are token ids [B, T] with B and T at least 1; reads them on the host."""
     shaped = isinstance(tokens, Tensor) and tokens.dim() == 2 and 0 not in tokens.shape  # pyright: ignore[reportUnnecessaryIsInstance]
     if not shaped or tokens.dtype not in (torch.int64, torch.int32):
         found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"tokens is {found}: must be int64 or int32 [B, T], neither of them 0")
+    if under_vmap():
+        return
+    low, high = (int(x) for x in tokens.aminmax())
+    if low < 0 or high >= config.vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"tokens holds id {wrong}: ids go from 0 to {config.vocab_size - 1}")
+
+
+class Chunk(NamedTuple):
+    """Consecutive columns of a step."""
+
+    tokens_BT: Tensor
+    pos_BT: Tensor
+    view: View | Places | tuple[()]  # () without a cache
+
+
+class Hidden(NamedTuple):
+    """What the layers of this rank's pipeline stage make of a step."""
+
+    h_BTH: Tensor  # the residual stream after them, float32
+    kv: Cache  # with the step in it
+    routes: tuple[Tensor | tuple[()], ...]  # for each layer the experts that each token took, int64 [B, T, R]
 
 
 def hidden_states(
-    params: Params,
-    tokens_BT: Tensor,
-    kv: Cache,
-    view: View | Places | tuple[()],
-    pos_BT: Tensor,
-    config: Config,
-    ops: Ops,
-) -> tuple[Tensor, Cache]:
-    """The residual stream after the last layer, float32 [B, T, H], and the cache with these tokens in it."""
-    step = Step(pos_BT, rotary_angles(pos_BT, config.head_dim, config.rope_theta), view)
-    h = embed(params, tokens_BT, config)
+    params: Params, chunks: Sequence[Chunk], kv: Cache, config: Config, ops: Ops, mesh: Mesh = ONE
+) -> Hidden:
+    """Runs chunks, which follow each other, through this stage's layers, each as soon as the previous stage has it.
+
+    With one stage that is all layers. In tick t stage s works on chunk t - s: all stages work at once on a long step.
+    """
+    own, stage = stage_config(config, mesh), mesh.index(("pp",))
+    done: list[Hidden] = []
+    given: Tensor | None = None
+    for first in range(-stage, len(chunks) + mesh.pp - 1 - stage):  # the chunk of this tick, if there is one
+        made = None
+        if 0 <= first < len(chunks):
+            h = embed(params, chunks[first].tokens_BT, config, mesh) if given is None else given
+            done.append(stage_layers(params, h, kv, chunks[first], own, ops, mesh))
+            made, kv = done[-1].h_BTH, done[-1].kv
+        coming = not mesh.is_first and 0 <= first + 1 < len(chunks)
+        into = _stream_like(chunks[first + 1], config) if coming else None
+        given = hand_on(None if mesh.is_last else made, mesh, into)
+    if len(done) == 1:
+        return done[0]
+    routes = tuple(
+        torch.cat(parts, 1) if parts[0] != () else () for parts in zip(*(d.routes for d in done), strict=True)
+    )
+    return Hidden(torch.cat([d.h_BTH for d in done], 1), kv, routes)
+
+
+def _stream_like(chunk: Chunk, config: Config) -> Tensor:
+    return torch.empty(*chunk.tokens_BT.shape, config.hidden_size, device=chunk.tokens_BT.device)
+
+
+def stage_layers(
+    params: Params, h_BTH: Tensor, kv: Cache, chunk: Chunk, config: Config, ops: Ops, mesh: Mesh = ONE
+) -> Hidden:
+    """All layers of this tree on a stream; `config` has these layers and no others."""
+    step = Step(chunk.pos_BT, rotary_angles(chunk.pos_BT, config.head_dim, config.rope_theta), chunk.view)
+    routes: list[Tensor | tuple[()]] = []
     for i, (p, s) in enumerate(zip(params.layers, scales(params.layers, config), strict=True)):
-        h, kv = decoder_layer(p, s, h, kv, i, step, config, ops)
-    return h, kv
+        h_BTH, kv, taken = decoder_layer(p, s, h_BTH, kv, i, step, config, ops, mesh)
+        routes.append(taken)
+    return Hidden(h_BTH, kv, tuple(routes))
 
 
 class Scales(NamedTuple):
@@ -101,28 +155,54 @@ def scales(layers: tuple[Layer, ...], config: Config) -> list[Scales]:
     return [Scales(*row) for row in zip(*columns, strict=True)]
 
 
-def embed(params: Params, tokens_BT: Tensor, config: Config) -> Tensor:
+def embed(params: Params, tokens_BT: Tensor, config: Config, mesh: Mesh = ONE) -> Tensor:
     """Rows of the table, normed: int64 [B, T] -> float32 [B, T, H]."""
-    return plain_norm(F.embedding(tokens_BT, params.embed), config.rms_norm_eps)
+    assert isinstance(params.embed, Tensor), "the first stage embeds"
+    return plain_norm(_rows_of(params.embed, tokens_BT, mesh), config.rms_norm_eps)
+
+
+def _rows_of(table_VH: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
+    """Rows by token id; each rank has some of the table, and zeros for the ids of the others."""
+    if mesh.size(STAGE) == 1:
+        return F.embedding(tokens_BT, table_VH)
+    local_BT = tokens_BT - mesh.index(STAGE) * len(table_VH)
+    here_BT = (local_BT >= 0) & (local_BT < len(table_VH))
+    rows = F.embedding(torch.where(here_BT, local_BT, 0), table_VH)
+    return psum(torch.where(here_BT.unsqueeze(-1), rows, 0.0), mesh, STAGE)
 
 
 def decoder_layer(
-    p: Layer, s: Scales, h_BTH: Tensor, kv: Cache, layer: int, step: Step, config: Config, ops: Ops
-) -> tuple[Tensor, Cache]:
-    """Two branches, each between two norms and blended into the stream by its residual gate."""
+    p: Layer, s: Scales, h_BTH: Tensor, kv: Cache, layer: int, step: Step, config: Config, ops: Ops, mesh: Mesh
+) -> tuple[Tensor, Cache, Tensor | tuple[()]]:
+    """Two branches, each between two norms and blended into the stream by its residual gate; and the routes taken."""
     a = centred_norm(h_BTH, s.attn_norm, config.rms_norm_eps)
-    b, kv = attention(p.attn, a, kv, layer, step, config, ops)
+    b, kv = attention(p.attn, a, kv, layer, step, config, ops, mesh)
     b = plain_norm(b, config.post_norm_eps)
     h = residual_gate(h_BTH, b, s.attn_gate, config.residual_gate_temperature)
 
     m = centred_norm(h, s.mlp_norm, config.rms_norm_eps)
-    f = mlp(p.mlp, m, config, ops)
+    f, taken = mlp(p.mlp, m, config, ops, mesh)
     f = input_scaled_norm(f, s.mlp_post_norm, config.post_norm_eps)
-    return residual_gate(h, f, s.mlp_gate, config.residual_gate_temperature), kv
+    return residual_gate(h, f, s.mlp_gate, config.residual_gate_temperature), kv, taken
 
 
-def logits(params: Params, h: Tensor, config: Config, ops: Ops) -> Tensor:
-    """Vocabulary logits of stream rows: [..., H] -> float32 [..., V], scaled, then capped smoothly at ±soft_cap."""
+def logits(params: Params, h: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, *, gathered: bool = True) -> Tensor:
+    """Vocabulary logits of stream rows: [..., H] -> float32 [..., V], scaled, then capped smoothly at ±soft_cap.
+
+    On a mesh each rank computes its share of the vocabulary; `gathered=False` leaves it at that: [..., V / ranks].
+    """
+    if mesh.is_last:
+        z = capped_logits(params, h, config, ops)
+    else:  # the last stage has the head
+        z = torch.empty(*h.shape[:-1], config.vocab_size // mesh.size(STAGE), device=h.device)
+    z = broadcast(z, mesh, ("pp",), mesh.pp - 1)
+    return gather(z, mesh, STAGE) if gathered else z
+
+
+def capped_logits(params: Params, h: Tensor, config: Config, ops: Ops) -> Tensor:
+    """The head's equations on this rank's rows of the vocabulary: [..., H] -> float32 [..., V or its share]."""
     head = params.head if isinstance(params.head, Tensor) else params.embed
+    assert isinstance(head, Tensor), "the last stage has the head"
+    assert isinstance(params.norm, Tensor), "the last stage has the final norm"
     z = ops.linear(final_norm(h, params.norm, config.rms_norm_eps), head).float() * config.output_multiplier
     return torch.tanh(z / config.soft_cap) * config.soft_cap if config.soft_cap else z

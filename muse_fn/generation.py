@@ -10,6 +10,7 @@ from torch import Tensor
 
 from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
 from muse_fn.load import Model
+from muse_fn.params.tree import sample_tensor
 from muse_fn.sample import Draw, Sampling, draws, sample
 from muse_fn.step import decode, prefill
 from muse_fn.stops import StopWatch
@@ -90,9 +91,9 @@ def stream(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | 
     if not prompts:
         return
     longest = max(len(p) + n for p, n in zip(prompts, budgets, strict=True))
-    device = model.params.embed.device
+    device = sample_tensor(model.params).device
     table = own_blocks(len(prompts), longest, BLOCK, device=str(device))
-    dtype = model.params.embed.dtype
+    dtype = sample_tensor(model.params).dtype
     kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=dtype, device=str(device))
     rules = _Rules(
         draws([settings.sampling] * len(prompts), model.config.vocab_size, device),
@@ -217,9 +218,9 @@ def score(model: Model, ids: Sequence[int]) -> list[float | None]:
     check_ids(model, ids, "ids")
     if len(ids) > model.config.max_positions:
         raise ValueError(f"ids has {len(ids)} tokens: the limit is {model.config.max_positions}")
-    device = model.params.embed.device
+    device = sample_tensor(model.params).device
     table = own_blocks(1, len(ids), BLOCK, device=str(device))
-    kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=model.params.embed.dtype, device=str(device))
+    kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=sample_tensor(model.params).dtype, device=str(device))
     found: list[float | None] = [None]
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
         tokens = torch.tensor([ids[start : start + SCORE_CHUNK]], device=device)

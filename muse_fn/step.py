@@ -1,14 +1,18 @@
 """Steps over a cache: a chunk of a prompt, and one or a few new tokens for each running sequence."""
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from muse_fn.decoder import check_tokens, hidden_states, logits
+from muse_fn.decoder import Chunk, check_tokens, hidden_states, logits
 from muse_fn.kernels.select import select
 from muse_fn.kvcache.cache import KVCache, View, blocks_for, locate, step_positions
 from muse_fn.params.config import Config
-from muse_fn.params.tree import Params
-from muse_fn.sharding.mesh import Mesh, one_rank
+from muse_fn.params.tree import Params, sample_tensor
+from muse_fn.sharding.mesh import ONE, Mesh, MeshError
+from muse_fn.sharding.split import check_shard, local_kv_heads
 
 
 def prefill(
@@ -20,29 +24,59 @@ def prefill(
     mesh: Mesh | None = None,
     *,
     all_logits: bool = False,
+    gathered: bool = True,
+    microbatches: int | None = None,
 ) -> tuple[Tensor, KVCache]:
     """Reads a chunk of each prompt into the cache. Consumes `kv`.
 
     tokens int64 [B, T]; row b has view.count_B[b] real tokens (at least 1 unless `all_logits`), then padding, and
     follows view.past_B[b] positions already in the cache. Returns float32 logits of each row's last real token [B, V],
-    or with `all_logits` of every column [B, T, V] (padding columns are meaningless), and the cache. Raises ValueError
-    for a step that does not fit its blocks.
+    or with `all_logits` of every column [B, T, V] (padding columns are meaningless), and the cache.
+
+    On a mesh every rank calls with the same arguments but its own `params` and `kv`; `gathered=False` returns its share
+    of the vocabulary only. Pipeline stages work on `microbatches` pieces of the chunk at once (default: as many as
+    there are stages). Raises ValueError for a step that does not fit its blocks.
     """
+    check_share(params, kv, config, mesh or ONE)
     check_step(tokens, kv, view, config, at_least=0 if all_logits else 1)
-    h, kv = _run(params, tokens, kv, view, config, mesh)
+    found = run(params, tokens, kv, view, config, mesh, microbatches)
+    h = found.h_BTH
     if not all_logits:
         last = (view.count_B - 1).view(-1, 1, 1).expand(-1, 1, h.shape[-1])
         h = h.gather(1, last).squeeze(1)
-    return logits(params, h, config, select(params.embed.device)), kv
+    return logits(params, h, config, select(h.device), mesh or ONE, gathered=gathered), found.kv
 
 
 def decode(
-    params: Params, tokens: Tensor, kv: KVCache, view: View, config: Config, mesh: Mesh | None = None
+    params: Params,
+    tokens: Tensor,
+    kv: KVCache,
+    view: View,
+    config: Config,
+    mesh: Mesh | None = None,
+    *,
+    gathered: bool = True,
 ) -> tuple[Tensor, KVCache]:
-    """One step of running sequences, each with T >= 1 new tokens: int64 [B, T] -> float32 [B, T, V]. Consumes `kv`."""
+    """One step of running sequences, each with T >= 1 new tokens: int64 [B, T] -> float32 [B, T, V]. Consumes `kv`.
+
+    On a mesh as in `prefill`.
+    """
+    check_share(params, kv, config, mesh or ONE)
     check_step(tokens, kv, view, config, at_least=0)
-    h, kv = _run(params, tokens, kv, view, config, mesh)
-    return logits(params, h, config, select(params.embed.device)), kv
+    found = run(params, tokens, kv, view, config, mesh, 1)
+    return logits(params, found.h_BTH, config, select(found.h_BTH.device), mesh or ONE, gathered=gathered), found.kv
+
+
+def check_share(params: Params, kv: KVCache, config: Config, mesh: Mesh) -> None:
+    """Raises MeshError if the parameters or the cache are not this rank's share of the mesh."""
+    check_shard(params, config, mesh)
+    found, wanted = (len(kv.k), kv.k[0].shape[2]), (len(params.layers), local_kv_heads(config, mesh))
+    if found != wanted:
+        share = "{} layers of {} heads".format
+        raise MeshError(
+            f"kv has {share(*found)}: on rank {mesh.rank} of mesh {mesh} it must have {share(*wanted)}: "
+            "init_cache(…, mesh=mesh) makes it"
+        )
 
 
 def check_step(tokens: Tensor, kv: KVCache, view: View, config: Config, at_least: int) -> None:
@@ -50,7 +84,7 @@ def check_step(tokens: Tensor, kv: KVCache, view: View, config: Config, at_least
 
     Reads the view on the host: a captured step is checked before it is captured and leaves this out.
     """
-    check_tokens(tokens)
+    check_tokens(tokens, config)
     (batch, length), (blocks, size) = tokens.shape, kv.k[0].shape[:2]
     shapes = {"table_BN": (batch, view.table_BN.shape[-1]), "past_B": (batch,), "count_B": (batch,)}
     for name, shape in shapes.items():
@@ -69,15 +103,46 @@ def check_step(tokens: Tensor, kv: KVCache, view: View, config: Config, at_least
             raise ValueError(f"view.table_BN[{row}] is {used}: the cache has blocks 1 to {blocks - 1} to give")
 
 
-def _run(
-    params: Params, tokens: Tensor, kv: KVCache, view: View, config: Config, mesh: Mesh | None
-) -> tuple[Tensor, KVCache]:
-    one_rank(mesh)
-    pos_BT = step_positions(view, tokens.shape[1])
-    places = locate(view, tokens.shape[1], kv.k[0].shape[1])
-    h, out = hidden_states(params, tokens, kv, places, pos_BT, config, select(params.embed.device))
+class Ran(NamedTuple):
+    """A step without its head: the stream, the cache, and who went where."""
+
+    h_BTH: Tensor  # float32; on all pipeline stages but the last the stage's own
+    kv: KVCache
+    routes: tuple[Tensor | tuple[()], ...]  # for each layer of this stage the experts of each token, int64 [B, T, R]
+
+
+def run(
+    params: Params,
+    tokens: Tensor,
+    kv: KVCache,
+    view: View,
+    config: Config,
+    mesh: Mesh | None = None,
+    microbatches: int | None = None,
+) -> Ran:
+    """The layers on a step [B, T] whose fit has been checked. Consumes `kv`."""
+    mesh = mesh or ONE
+    pieces = min(microbatches or mesh.pp, tokens.shape[1])
+    if pieces < 1:
+        raise ValueError(f"microbatches is {microbatches}: must be at least 1")
+    chunks = [_chunk(tokens, view, kv, ends) for ends in _cuts(tokens.shape[1], pieces)]
+    h, out, routes = hidden_states(params, chunks, kv, config, select(sample_tensor(params).device), mesh)
     assert isinstance(out, KVCache)
-    return h, out
+    return Ran(h, out, routes)
+
+
+def _cuts(length: int, pieces: int) -> list[tuple[int, int]]:
+    ends = [length * n // pieces for n in range(pieces + 1)]
+    return list(pairwise(ends))
+
+
+def _chunk(tokens: Tensor, view: View, kv: KVCache, ends: tuple[int, int]) -> Chunk:
+    """Columns start..stop of a step, as a step of its own."""
+    start, stop = ends
+    count_B = (view.count_B - start).clamp(0, stop - start)
+    own = View(view.table_BN, view.past_B + view.count_B.clamp_max(start), count_B)
+    pos_BT = step_positions(view, tokens.shape[1])[:, start:stop]
+    return Chunk(tokens[:, start:stop], pos_BT, locate(own, stop - start, kv.k[0].shape[1]))
 
 
 def advance(view: View, count: int | Tensor = 1) -> View:

@@ -73,10 +73,10 @@ class Layer(NamedTuple):
 class Params(NamedTuple):
     """The whole text decoder."""
 
-    embed: Tensor  # [V, H]
+    embed: Tensor | tuple[()]  # [V, H]; () where a later pipeline stage has no use for it
     layers: tuple[Layer, ...]
-    norm: Tensor  # [H]
-    head: Tensor | tuple[()]  # [V, H]; () when tied to embed
+    norm: Tensor | tuple[()]  # [H]; () on all pipeline stages but the last
+    head: Tensor | tuple[()]  # [V, H]; () when tied to embed, and on all pipeline stages but the last
 
 
 def build(sparse: tuple[bool, ...], leaf: Callable[[str], Any]) -> Params:
@@ -97,6 +97,11 @@ def build(sparse: tuple[bool, ...], leaf: Callable[[str], Any]) -> Params:
         return node(Layer, at, attn=node(Attention, f"{at}attn."), mlp=mlp(f"{at}mlp.", is_sparse))
 
     return node(Params, "", layers=tuple(layer(i, s) for i, s in enumerate(sparse)))
+
+
+def sample_tensor(params: Params) -> Tensor:
+    """A plain tensor that every tree has: its device and dtype are the model's."""
+    return params.layers[0].attn.q
 
 
 def is_weight(node: object) -> bool:

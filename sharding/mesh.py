@@ -9,6 +9,7 @@ STAGE = (ep, tp)   all ranks of a stage together: attention heads, vocabulary, t
 """
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -95,9 +96,7 @@ class Mesh:
 
     def peers(self, axes: Axes) -> tuple[int, ...]:
         """The ranks that differ from this one along these axes only, itself included, ascending."""
-        others = tuple(axis for axis in AXES if axis not in axes)
-        views = (self.at(rank) for rank in range(self.ranks))
-        return tuple(view.rank for view in views if view.index(others) == self.index(others))
+        return _peers(self, axes)
 
     @property
     def is_first(self) -> bool:
@@ -114,6 +113,13 @@ class Mesh:
         return f"{pipeline}ep={self.ep},tp={self.tp}" + (",squeeze=split" if self.squeeze == "split" else "")
 
 
+@lru_cache(maxsize=1024)
+def _peers(mesh: Mesh, axes: Axes) -> tuple[int, ...]:
+    others: Axes = tuple(axis for axis in AXES if axis not in axes)
+    views = (mesh.at(rank) for rank in range(mesh.ranks))
+    return tuple(view.rank for view in views if view.index(others) == mesh.index(others))
+
+
 ONE = Mesh()
 
 
@@ -128,9 +134,3 @@ def parse_mesh(text: str) -> Mesh:
             raise MeshError(f"mesh {text!r}: {piece.strip()!r} is not understood: needs {need}")
         values[key] = value if key == "squeeze" else int(value)
     return Mesh(**values)  # type: ignore[arg-type]
-
-
-def one_rank(mesh: "Mesh | None") -> None:
-    """Temporary."""
-    if mesh is not None and mesh.ranks != 1:
-        raise ValueError(f"mesh is {mesh}: this version runs one rank (ep=1, tp=1)")

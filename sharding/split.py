@@ -9,12 +9,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.packed import Weight
+from muse_fn.kernels.packed import Weight, logical_shape
 from muse_fn.params.config import Config
 from muse_fn.params.schema import Leaf, dims_of, leaves, sizes, sparse_layers
 from muse_fn.params.slicing import Part, Range, boxes, divided, shape_of_part, take, whole
-from muse_fn.params.tree import Params, from_named, map_tensors, named, tensors
-from muse_fn.sharding.mesh import Mesh, MeshError
+from muse_fn.params.tree import MoE, Params, from_named, named, sample_tensor, tensors
+from muse_fn.sharding.mesh import STAGE, Mesh, MeshError
 from muse_fn.sharding.rules import REPEATED, axes_of, check_mesh, holds, stage_layers
 
 
@@ -70,10 +70,11 @@ def local_path(path: str, layer: int | None, config: Config, mesh: Mesh) -> str:
     return f"layers.{layer - stage_layers(config.layers, mesh).start}.{rest}"
 
 
+@lru_cache(maxsize=256)
 def local_kv_heads(config: Config, mesh: Mesh) -> int:
     """How many KV heads this rank caches."""
-    leaf = next(leaf for leaf in leaves(config) if leaf.path.endswith("attn.k"))
-    return shape_of_part(part_of(leaf, config, mesh))[0] // config.head_dim
+    start, stop = _own(config.kv_heads, mesh.size(STAGE), mesh.index(STAGE), may_repeat=True)
+    return stop - start
 
 
 def shard(params: Params, config: Config, mesh: Mesh) -> Params:
@@ -87,6 +88,35 @@ def shard(params: Params, config: Config, mesh: Mesh) -> Params:
         if holds(leaf, config, mesh)
     }
     return from_named(sparse_layers(stage_config(config, mesh)), cut)
+
+
+def check_shard(params: Params, config: Config, mesh: Mesh) -> None:
+    """Raises MeshError if a tree cannot be this rank's; looks at one layer's widths, not at every tensor."""
+    found: dict[str, object] = {
+        "number of layers": len(params.layers),
+        "layers.0.attn.q": sample_tensor(params).shape[0],
+    }
+    wanted: dict[str, object] = {
+        "number of layers": stage_config(config, mesh).layers,
+        "layers.0.attn.q": _rows(config, mesh),
+    }
+    moe = next((layer.mlp for layer in params.layers if isinstance(layer.mlp, MoE)), None)
+    if moe is not None:
+        found["experts"], wanted["experts"] = logical_shape(moe.experts.down)[::2], _experts(config, mesh)
+    for name, value in found.items():
+        if value != wanted[name]:
+            raise MeshError(
+                f"params are not this rank's share of mesh {mesh}, rank {mesh.rank}: {name} is {value}, must be "
+                f"{wanted[name]}: load(…, mesh=mesh) or shard(params, config, mesh) make them"
+            )
+
+
+def _rows(config: Config, mesh: Mesh) -> int:
+    return config.heads // mesh.size(STAGE) * config.head_dim
+
+
+def _experts(config: Config, mesh: Mesh) -> tuple[int, int]:
+    return config.experts // mesh.ep, config.expert_size // mesh.tp
 
 
 def block_of(weight: Weight) -> int:
@@ -132,8 +162,3 @@ def _put(into: Weight, weight: Weight, part: Part, leaf: Leaf) -> None:
         for box in boxes(own):
             source, target = (tuple(slice(*ends) for ends in side) for side in box)
             to[source] = tensor[target]
-
-
-def local_bytes(params: Params) -> int:
-    """Bytes of all tensors of a tree."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(map_tensors(lambda t: t, params)))

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad, vmap
 
-from muse_fn.decoder import embed, forward, hidden_states, logits
+from muse_fn.decoder import Chunk, embed, forward, hidden_states, logits
 from muse_fn.kernels.select import EAGER, REFERENCE
 from muse_fn.norms import final_norm
 from muse_fn.params.config import Config
 from muse_fn.params.schema import sparse_layers
 from muse_fn.params.tree import Params, from_named, map_tensors, named, tensors
 from muse_fn.sharding.mesh import Mesh
+from muse_fn.sharding.split import shard
 from tests.models import (
     FULL,
     SEEDS,
@@ -142,7 +143,7 @@ def test_no_tensor_is_made_on_the_default_device() -> None:
 def test_the_stream_is_float32_whatever_the_weights(dtype: torch.dtype) -> None:
     params, tokens = random_params(SMALL, 0, dtype), random_tokens(SMALL, 0, 2, 9)
     pos = torch.arange(9).expand(2, 9)
-    h, kv = hidden_states(params, tokens, (), (), pos, SMALL, EAGER)
+    h, kv, _ = hidden_states(params, [Chunk(tokens, pos, ())], (), SMALL, EAGER)
     assert h.dtype == torch.float32
     assert kv == ()
     out = run(params, tokens, SMALL)
@@ -153,11 +154,22 @@ def test_the_stream_is_float32_whatever_the_weights(dtype: torch.dtype) -> None:
     assert (h != h.to(dtype).float()).float().mean() > 0.9
 
 
-def test_a_mesh_of_several_ranks_is_refused() -> None:
-    params, tokens = random_params(SMALL, 0), random_tokens(SMALL, 0, 1, 3)
-    assert torch.equal(forward(params, tokens, SMALL, Mesh()), forward(params, tokens, SMALL))
-    with pytest.raises(ValueError, match=r"ep=2, tp=4.*one rank"):
-        forward(params, tokens, SMALL, Mesh(ep=2, tp=4))
+def test_a_mesh_must_reach_its_ranks_and_the_parameters_be_its_share() -> None:
+    config = replace(SMALL, vocab_size=64)
+    params, tokens = random_params(config, 0), random_tokens(config, 0, 1, 3)
+    assert torch.equal(forward(params, tokens, config, Mesh()), forward(params, tokens, config))
+    with pytest.raises(ValueError, match=r"not this rank's.*layers\.0\.attn\.q"):
+        forward(params, tokens, config, Mesh(tp=2))
+    with pytest.raises(ValueError, match="cannot reach the others"):
+        forward(shard(params, config, Mesh(tp=2)), tokens, config, Mesh(tp=2))
+
+
+@pytest.mark.parametrize("wrong", [-1, 61, 2**40])
+def test_tokens_outside_of_the_vocabulary_are_refused(wrong: int) -> None:
+    params, tokens = random_params(SMALL, 0), random_tokens(SMALL, 0, 2, 3)
+    tokens[1, 1] = wrong
+    with pytest.raises(ValueError, match=f"id {wrong}: ids go from 0 to 60"):
+        forward(params, tokens, SMALL)
 
 
 def test_tokens_of_another_kind_are_refused() -> None:
@@ -180,6 +192,7 @@ def test_head_scales_then_caps(seed: int, cap: float, multiplier: float) -> None
     config = replace(SMALL, soft_cap=cap, output_multiplier=multiplier, rms_norm_eps=0.1)
     params, h = random_params(config, seed), torch.randn(3, 4, 16) * 2
     assert isinstance(params.head, Tensor)
+    assert isinstance(params.norm, Tensor)
     z = final_norm(h, params.norm, 0.1).double() @ params.head.double().T * multiplier
     close(logits(params, h, config, REFERENCE), cap * torch.tanh(z / cap) if cap else z)
 

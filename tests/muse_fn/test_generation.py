@@ -155,6 +155,7 @@ def test_stop_strings_need_a_tokenizer_and_some_text(model: muse_fn.Model) -> No
 
 
 def test_a_row_that_is_not_finite_is_an_error_and_its_neighbour_an_answer(model: muse_fn.Model) -> None:
+    assert isinstance(model.params.embed, torch.Tensor)
     embed = model.params.embed.clone()
     embed[7] = torch.nan
     broken = model._replace(params=model.params._replace(embed=embed))

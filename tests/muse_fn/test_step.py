@@ -14,6 +14,7 @@ from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Params, map_tensors
 from muse_fn.sharding.mesh import Mesh
+from muse_fn.sharding.split import shard
 from muse_fn.step import advance, decode, prefill
 from tests.models import (
     SEEDS,
@@ -211,12 +212,16 @@ def test_the_window_holds_over_steps() -> None:
         close(changed.logits[0][-1], run.logits[0][-1], 1e-6)
 
 
-def test_a_mesh_of_several_ranks_is_refused() -> None:
-    run = start(SMALL, 0, 1, 4)
+def test_parameters_and_cache_must_be_the_share_of_the_mesh() -> None:
+    config = replace(SMALL, vocab_size=64)
+    run = start(config, 0, 1, 4)
     view = View(run.table, torch.tensor([0]), torch.tensor([3]))
+    own = shard(run.params, config, Mesh(tp=2))
     for fn in (prefill, decode):
-        with pytest.raises(ValueError, match="one rank"):
-            fn(run.params, run.tokens[:, :3], run.kv, view, SMALL, Mesh(tp=2))
+        with pytest.raises(ValueError, match="not this rank's"):
+            fn(run.params, run.tokens[:, :3], run.kv, view, config, Mesh(tp=2))
+        with pytest.raises(ValueError, match=r"kv has 3 layers of 2 heads.*mesh=mesh"):
+            fn(own, run.tokens[:, :3], run.kv, view, config, Mesh(tp=2))
 
 
 @pytest.mark.parametrize(

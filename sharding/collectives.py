@@ -1,0 +1,144 @@
+"""Collectives by axis name: tensors in, tensors out, the same call on every rank.
+
+Three backends behind one protocol (`mesh.Link`): none for a single rank, `Distributed` here (gloo, nccl, hccl: one
+process per rank), and `simulated.py` (threads of one process). Along axes of one rank each is the identity.
+Gradients do not pass through the ranks of a mesh.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+
+from muse_fn.sharding.mesh import Axes, Link, Mesh, MeshError
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
+TIMEOUT = timedelta(minutes=10)  # the longest that ranks may be apart, loading included
+
+
+class PeerError(RuntimeError):
+    """Another rank is gone or does something else: the cause is to be found there."""
+
+
+def psum(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """The sum over the ranks along these axes, with the same bits on each."""
+    return x if mesh.size(axes) == 1 else link_of(mesh).all_sum(x.contiguous(), mesh.peers(axes))
+
+
+def gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int = -1) -> Tensor:
+    """The x of all ranks along these axes, joined along `dim` in the order of the ranks."""
+    return x if mesh.size(axes) == 1 else torch.cat(stacked(x, mesh, axes).unbind(), dim)
+
+
+def stacked(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """[ranks, *x.shape]: the x of all ranks along these axes."""
+    return x[None] if mesh.size(axes) == 1 else link_of(mesh).all_gather(x.contiguous(), mesh.peers(axes))
+
+
+def broadcast(x: Tensor, mesh: Mesh, axes: Axes, index: int) -> Tensor:
+    """The x of the rank at place `index` along these axes; the others give a tensor of the same shape and dtype."""
+    if mesh.size(axes) == 1:
+        return x
+    peers = mesh.peers(axes)
+    return link_of(mesh).broadcast(x.contiguous(), peers[index], peers)
+
+
+def hand_on(x: Tensor | None, mesh: Mesh, into: Tensor | None) -> Tensor | None:
+    """Gives x to the next pipeline stage and returns what the previous one gives, of the shape and dtype of `into`."""
+    if x is None and into is None:
+        return None
+    step = mesh.ranks // mesh.pp
+    return link_of(mesh).pass_on(x if x is None else x.contiguous(), mesh.rank + step, into, mesh.rank - step)
+
+
+def link_of(mesh: Mesh) -> Link:
+    """How this rank reaches the others. Raises MeshError for a mesh that only describes."""
+    if mesh.link is None:
+        raise MeshError(
+            f"mesh {mesh} has {mesh.ranks} ranks, and this one cannot reach the others: take a mesh from join(mesh) in "
+            "processes started by torchrun, or run all ranks in this process with simulate(mesh, fn)"
+        )
+    return mesh.link
+
+
+class Distributed:
+    """Ranks as processes, by torch.distributed's functional collectives over groups made when first needed."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        """See mesh.Link."""
+        return self._run(lambda group: functional.all_reduce(x, "sum", group), peers)
+
+    def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        """See mesh.Link."""
+        return self._run(lambda group: functional.all_gather_tensor(x[None], 0, group), peers)
+
+    def broadcast(self, x: Tensor, source: int, peers: tuple[int, ...]) -> Tensor:
+        """See mesh.Link."""
+        return self._run(lambda group: functional.broadcast(x, peers.index(source), group), peers)
+
+    def pass_on(self, x: Tensor | None, to: int, into: Tensor | None, source: int) -> Tensor | None:
+        """See mesh.Link."""
+        received = None if into is None else torch.empty_like(into)
+        steps = [] if x is None else [dist.P2POp(dist.isend, x, to)]
+        steps += [] if received is None else [dist.P2POp(dist.irecv, received, source)]
+        try:
+            for work in dist.batch_isend_irecv(steps):
+                work.wait()
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerError(f"rank {dist.get_rank()} lost rank {to} or {source} ({_first_line(error)})") from error
+        return received
+
+    def _run(self, collective: Callable[[dist.ProcessGroup], Tensor], peers: tuple[int, ...]) -> Tensor:
+        try:
+            return functional.wait_tensor(collective(self._group(peers)))
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerError(f"rank {dist.get_rank()} lost one of ranks {peers} ({_first_line(error)})") from error
+
+    def _group(self, peers: tuple[int, ...]) -> dist.ProcessGroup:
+        if peers not in self._groups:
+            everyone = len(peers) == dist.get_world_size()
+            made = dist.group.WORLD if everyone else dist.new_group(list(peers), use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup), f"{peers=}"
+            self._groups[peers] = made
+        return self._groups[peers]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def in_process_group() -> bool:
+    """Whether torchrun, or a launcher that does the same, started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join(mesh: Mesh, device: str | torch.device = "cpu") -> Mesh:
+    """This process's rank of the mesh, able to reach the others; every process that torchrun started calls it once.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Raises MeshError if the number of processes is not the mesh's.
+    """
+    if not in_process_group():
+        raise MeshError(f"mesh {mesh}: RANK and WORLD_SIZE are not set: start {mesh.ranks} processes with torchrun")
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if world != mesh.ranks:
+        raise MeshError(f"mesh {mesh} has {mesh.ranks} ranks, and {world} processes were started: both must be equal")
+    if not dist.is_initialized():
+        backend = BACKENDS[torch.device(device).type]
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=world, timeout=TIMEOUT)
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerError(f"rank {rank} cannot join the others ({_first_line(error)})") from error
+    return mesh.at(rank, Distributed())
+
+
+def leave() -> None:
+    """Ends the membership that `join` began. No rank may wait for this one any more."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
