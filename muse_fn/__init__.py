@@ -21,8 +21,14 @@ from muse_fn.load import save as save
 from muse_fn.params.config import Config as Config
 from muse_fn.params.init import init_params as init_params
 from muse_fn.params.tree import Params as Params
+from muse_fn.routing import expert_load as expert_load
 from muse_fn.sample import Sampling as Sampling
+from muse_fn.sharding.collectives import join as join
+from muse_fn.sharding.collectives import leave as leave
 from muse_fn.sharding.mesh import Mesh as Mesh
+from muse_fn.sharding.simulated import simulate as simulate
+from muse_fn.sharding.split import shard as shard
+from muse_fn.sharding.split import unshard as unshard
 from muse_fn.step import advance as advance
 from muse_fn.step import decode as decode
 from muse_fn.step import prefill as prefill
@@ -38,13 +44,19 @@ __all__ = [
     "View",
     "advance",
     "decode",
+    "expert_load",
     "forward",
     "generate",
     "init_cache",
     "init_params",
+    "join",
+    "leave",
     "load",
     "own_blocks",
     "prefill",
     "save",
     "score",
+    "shard",
+    "simulate",
+    "unshard",
 ]

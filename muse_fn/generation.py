@@ -11,7 +11,8 @@ from torch import Tensor
 from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
 from muse_fn.load import Model
 from muse_fn.params.tree import sample_tensor
-from muse_fn.sample import Draw, Sampling, draws, sample
+from muse_fn.sample import Draw, Sampling, draws, log_probability, sample
+from muse_fn.sharding.mesh import ONE, Mesh
 from muse_fn.step import decode, prefill
 from muse_fn.stops import StopWatch
 
@@ -67,23 +68,29 @@ class _Rules(NamedTuple):
     draw: Draw
     allowed_V: Tensor | None
     is_filtered: bool
+    mesh: Mesh
 
 
-def generate(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | None = None) -> list[Output]:
+def generate(
+    model: Model, prompts: Sequence[Sequence[int]], settings: Settings | None = None, mesh: Mesh | None = None
+) -> list[Output]:
     """Continues every prompt (token ids). Each answer is the same alone and in any batch.
 
-    Raises ValueError for an empty prompt, an id outside the vocabulary, or a prompt that leaves no room.
+    On a mesh every rank calls with its own share of the model and the same prompts, and gets the same answers. Raises
+    ValueError for an empty prompt, an id outside the vocabulary, or a prompt that leaves no room.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     finish: list[Finish] = ["length" for _ in prompts]
-    for event in stream(model, prompts, settings):
+    for event in stream(model, prompts, settings, mesh):
         tokens[event.row] += [event.token] if event.token >= 0 else []
         finish[event.row] = event.finish or "length"
     return [Output(tuple(t), f) for t, f in zip(tokens, finish, strict=True)]
 
 
 @torch.inference_mode()
-def stream(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | None = None) -> Iterator[Token]:
+def stream(
+    model: Model, prompts: Sequence[Sequence[int]], settings: Settings | None = None, mesh: Mesh | None = None
+) -> Iterator[Token]:
     """`generate`, one event per token as it comes; events of different prompts interleave."""
     settings = settings or Settings()
     budgets = check_prompts(model, prompts, settings)
@@ -94,16 +101,17 @@ def stream(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | 
     device = sample_tensor(model.params).device
     table = own_blocks(len(prompts), longest, BLOCK, device=str(device))
     dtype = sample_tensor(model.params).dtype
-    kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=dtype, device=str(device))
+    kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=dtype, device=str(device), mesh=mesh)
     rules = _Rules(
         draws([settings.sampling] * len(prompts), model.config.vocab_size, device),
         allowed_ids(model, device),
         settings.sampling.is_filtered,
+        mesh or ONE,
     )
 
     running: list[_Row] = []
     for row, prompt in enumerate(prompts):
-        logits, kv = _read_prompt(model, prompt, table[row : row + 1], kv)
+        logits, kv = _read_prompt(model, prompt, table[row : row + 1], kv, rules.mesh)
         event, state = _choose([_Row(row, -1, budgets[row], watch)], logits, [len(prompt)], rules)
         yield from event
         running += state
@@ -112,21 +120,22 @@ def stream(model: Model, prompts: Sequence[Sequence[int]], settings: Settings | 
         rows = [r.row for r in running]
         past = torch.tensor([lengths[r] for r in rows], device=device)
         view = View(table[rows], past, torch.ones_like(past))
-        logits, kv = decode(model.params, _column([r.token for r in running], device), kv, view, model.config)
+        tokens = _column([r.token for r in running], device)
+        logits, kv = decode(model.params, tokens, kv, view, model.config, mesh, gathered=False)
         for r in rows:
             lengths[r] += 1
         events, running = _choose(running, logits[:, 0], [lengths[r] for r in rows], rules)
         yield from events
 
 
-def _read_prompt(model: Model, prompt: Sequence[int], table: Tensor, kv: KVCache) -> tuple[Tensor, KVCache]:
-    """Logits [1, V] after the whole prompt."""
+def _read_prompt(model: Model, prompt: Sequence[int], table: Tensor, kv: KVCache, mesh: Mesh) -> tuple[Tensor, KVCache]:
+    """Logits [1, V], or this rank's share of them, after the whole prompt."""
     logits = torch.empty(0)
     for start in range(0, len(prompt), CHUNK):
         tokens = torch.tensor([prompt[start : start + CHUNK]], device=table.device)
         past = torch.tensor([start], device=table.device)
         view = View(table, past, torch.full_like(past, tokens.shape[1]))
-        logits, kv = prefill(model.params, tokens, kv, view, model.config)
+        logits, kv = prefill(model.params, tokens, kv, view, model.config, mesh, gathered=False)
     return logits, kv
 
 
@@ -134,14 +143,11 @@ def _choose(rows: list[_Row], logits_BV: Tensor, positions: list[int], rules: _R
     """The next token of every row as an event, and the rows that go on."""
     mine = Draw(*(part[[r.row for r in rows]] for part in rules.draw))
     pos = torch.tensor(positions, device=logits_BV.device)
-    # A row that is not finite is an error, never an answer; its neighbours go on.
-    finite = torch.isfinite(logits_BV).all(-1)
-    chosen = sample(logits_BV, mine, pos, allowed_V=rules.allowed_V, filtered=rules.is_filtered)
-    chosen = torch.where(finite, chosen, -1).tolist()
+    chosen = sample(logits_BV, mine, pos, allowed_V=rules.allowed_V, filtered=rules.is_filtered, mesh=rules.mesh)
     events: list[Token] = []
     going: list[_Row] = []
-    for r, token in zip(rows, chosen, strict=True):
-        if token < 0:
+    for r, token in zip(rows, chosen.tolist(), strict=True):
+        if token < 0:  # a row that is not finite is an error, never an answer; its neighbours go on
             events.append(Token(r.row, token, "error"))
             continue
         stopped, stops = r.stops.push(token)
@@ -210,7 +216,7 @@ def check_ids(model: Model, ids: Sequence[int], what: str) -> None:
 
 
 @torch.inference_mode()
-def score(model: Model, ids: Sequence[int]) -> list[float | None]:
+def score(model: Model, ids: Sequence[int], mesh: Mesh | None = None) -> list[float | None]:
     """Log-probability (natural) of every token given those before it; None for the first, which has none before it.
 
     Vocabulary logits exist for at most SCORE_CHUNK positions at a time. Raises ValueError as `generate` does.
@@ -220,16 +226,17 @@ def score(model: Model, ids: Sequence[int]) -> list[float | None]:
         raise ValueError(f"ids has {len(ids)} tokens: the limit is {model.config.max_positions}")
     device = sample_tensor(model.params).device
     table = own_blocks(1, len(ids), BLOCK, device=str(device))
-    kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=sample_tensor(model.params).dtype, device=str(device))
+    kv = init_cache(
+        model.config, 1 + table.numel(), BLOCK, dtype=sample_tensor(model.params).dtype, device=str(device), mesh=mesh
+    )
     found: list[float | None] = [None]
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
         tokens = torch.tensor([ids[start : start + SCORE_CHUNK]], device=device)
         targets = torch.tensor(ids[start + 1 : start + 1 + SCORE_CHUNK], device=device)
         past = torch.tensor([start], device=device)
         view = View(table, past, torch.full_like(past, tokens.shape[1]))
-        logits, kv = prefill(model.params, tokens, kv, view, model.config, all_logits=True)
-        logp = torch.log_softmax(logits[0, : len(targets)], -1)
-        found += logp.gather(-1, targets[:, None])[:, 0].tolist()
+        logits, kv = prefill(model.params, tokens, kv, view, model.config, mesh, all_logits=True, gathered=False)
+        found += log_probability(logits[0, : len(targets)], targets, mesh or ONE).tolist()
     if any(value is not None and not math.isfinite(value) for value in found):
         place = next(i for i, value in enumerate(found) if value is not None and not math.isfinite(value))
         raise ValueError(f"the model gives token {place} a log-probability that is not finite: are its weights?")

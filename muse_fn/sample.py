@@ -10,6 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muse_fn.filters import keep
+from muse_fn.sharding.collectives import psum, stacked
+from muse_fn.sharding.mesh import ONE, STAGE, Mesh
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
@@ -40,11 +44,11 @@ def threefry(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> tuple[Tensor, Te
     return x0, x1
 
 
-def gumbel(keys: Tensor, count: int) -> Tensor:
-    """float32 [..., count]: standard Gumbel noise of each key int32 [..., 2]."""
-    counter = torch.arange((count + 1) // 2, dtype=torch.int32, device=keys.device)
+def gumbel(keys: Tensor, count: int, start: int = 0) -> Tensor:
+    """float32 [..., count]: standard Gumbel noise of each key int32 [..., 2], for ids from `start` on."""
+    counter = torch.arange(start // 2, (start + count + 1) // 2, dtype=torch.int32, device=keys.device)
     words = threefry(keys[..., :1], keys[..., 1:], torch.zeros_like(counter), counter)
-    bits = torch.stack(words, -1).flatten(-2)[..., :count]
+    bits = torch.stack(words, -1).flatten(-2)[..., start % 2 : start % 2 + count]
     # 23 bits and a half: exact in float32 and never 0 or 1.
     uniform = (((bits >> 9) & 0x7F_FFFF).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
@@ -99,36 +103,51 @@ def draws(settings: list[Sampling], vocab_size: int, device: str | torch.device 
 
 
 def sample(
-    logits_BV: Tensor, draw: Draw, pos_B: Tensor, *, allowed_V: Tensor | None = None, filtered: bool = True
+    logits_BV: Tensor,
+    draw: Draw,
+    pos_B: Tensor,
+    *,
+    allowed_V: Tensor | None = None,
+    filtered: bool = True,
+    mesh: Mesh = ONE,
 ) -> Tensor:
-    """The next token of each row: float32 logits [B, V] -> int64 [B].
+    """The next token of each row: float32 logits [B, V] -> int64 [B], -1 for a row that is not finite.
 
     `pos_B` is the position the token will take; with the row's seed it fixes the noise. Ids that are False in
     `allowed_V` (bool [V]: those without a token) are never drawn. Temperature acts first, then top_k, then top_p on
-    what is left renormalised, then min_p relative to the likeliest. `filtered=False` skips the sort when no row uses a
-    filter; the result is the same.
+    what is left renormalised, then min_p relative to the likeliest. `filtered=False` skips the filters when no row uses
+    one; the result is the same. On a mesh each rank gives its share of the logits, and all get the same tokens.
     """
+    width = logits_BV.shape[-1]
+    start = mesh.index(STAGE) * width
+    bad_B = ~torch.isfinite(logits_BV).all(-1)
     if allowed_V is not None:
-        logits_BV = logits_BV.masked_fill(~allowed_V, -torch.inf)
-    greedy = logits_BV.argmax(-1)
+        logits_BV = logits_BV.masked_fill(~allowed_V[start : start + width], -torch.inf)
     temperature = torch.where(draw.temperature_B > 0, draw.temperature_B, 1.0)
     # From the maximum down, so that the smallest temperature overflows to -inf and never to +inf.
-    scaled = (logits_BV - logits_BV.amax(-1, keepdim=True)).float() / temperature[:, None]
-    scaled = keep(scaled, draw) if filtered else scaled
-    noise = gumbel(fold_in(draw.key_B, pos_B), scaled.shape[-1])
-    return torch.where(draw.temperature_B > 0, (scaled + noise).argmax(-1), greedy)
+    scaled = (logits_BV - stacked(logits_BV.amax(-1, keepdim=True), mesh, STAGE).amax(0)).float() / temperature[:, None]
+    scaled = keep(scaled, draw.top_k_B, draw.top_p_B, draw.min_p_B, mesh) if filtered else scaled
+    drawn = scaled + gumbel(fold_in(draw.key_B, pos_B), width, start)
+    choices, bad_B = _largest(torch.stack([logits_BV, drawn]), start, bad_B, mesh)
+    return torch.where(bad_B, -1, torch.where(draw.temperature_B > 0, choices[1], choices[0]))
 
 
-def keep(scaled_BV: Tensor, draw: Draw) -> Tensor:
-    """The logits with every token outside top_k, top_p or min_p at -inf; the likeliest is always kept.
+def _largest(x_CBV: Tensor, start: int, bad_B: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """The lowest id of the largest value of each row, int64 [C, B], and whether the row is bad anywhere, bool [B]."""
+    value_CB, id_CB = x_CBV.max(-1)
+    if mesh.size(STAGE) == 1:
+        return id_CB, bad_B
+    mine = torch.cat([value_CB.float().view(torch.int32), (id_CB + start).int(), bad_B[None].int()])
+    value, ids, bad = stacked(mine, mesh, STAGE).split([len(x_CBV), len(x_CBV), 1], 1)
+    first = value.contiguous().view(torch.float32).argmax(0, keepdim=True)  # lower ranks have lower ids
+    return ids.gather(0, first)[0].long(), bad[:, 0].any(0)
 
-    Among equal logits the lower id is likelier.
-    """
-    ordered, ids = torch.sort(scaled_BV, dim=-1, descending=True, stable=True)
-    rank = torch.arange(ordered.shape[-1], device=ordered.device)
-    kept = rank < draw.top_k_B[:, None]
-    p = torch.softmax(ordered.masked_fill(~kept, -torch.inf), -1)
-    kept &= p.cumsum(-1) - p < draw.top_p_B[:, None]
-    kept &= p >= draw.min_p_B[:, None] * p[:, :1]
-    kept |= rank == 0
-    return torch.full_like(scaled_BV, -torch.inf).scatter(-1, ids, ordered.masked_fill(~kept, -torch.inf))
+
+def log_probability(logits_TV: Tensor, ids_T: Tensor, mesh: Mesh = ONE) -> Tensor:
+    """float32 [T]: the natural log-probability of one id per row; on a mesh each rank gives its share of the logits."""
+    top_T1 = stacked(logits_TV.amax(-1, keepdim=True), mesh, STAGE).amax(0)
+    total_T1 = psum((logits_TV - top_T1).exp().sum(-1, keepdim=True), mesh, STAGE)
+    local_T1 = (ids_T - mesh.index(STAGE) * logits_TV.shape[-1])[:, None]
+    here = (local_T1 >= 0) & (local_T1 < logits_TV.shape[-1])
+    own_T1 = torch.where(here, logits_TV.gather(-1, torch.where(here, local_T1, 0)) - top_T1, 0.0)
+    return (psum(own_T1, mesh, STAGE) - total_T1.log())[:, 0]

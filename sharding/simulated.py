@@ -20,6 +20,10 @@ Result = TypeVar("Result")
 PATIENCE = 300.0  # seconds a rank waits for another before it gives up
 
 
+class SequenceError(RuntimeError):
+    """Ranks that must do the same do not: on real ranks this would hang or mix up data."""
+
+
 def simulate(mesh: Mesh, fn: Callable[[Mesh], Result]) -> list[Result]:
     """fn(mesh as each rank sees it), all ranks at once; their results in order.
 
@@ -122,7 +126,7 @@ class _Thread:
         if found is None:
             raise PeerError(f"rank {self._rank} waits for rank {source}, which gave nothing")
         if found.shape != into.shape or found.dtype != into.dtype:
-            raise PeerError(f"rank {self._rank} expects {_kind(into)} from rank {source}, which gave {_kind(found)}")
+            raise SequenceError(f"rank {self._rank} expects {_kind(into)} from rank {source}, got {_kind(found)}")
         return found
 
     def _exchange(self, call: str, x: Tensor, peers: tuple[int, ...]) -> list[Tensor]:
@@ -136,7 +140,7 @@ class _Thread:
             raise PeerError(f"rank {self._rank}, in {call}, lost one of ranks {peers}") from error
         calls = {rank: name for rank, (name, _) in found.items()}
         if len(set(calls.values())) > 1:
-            raise PeerError(f"ranks make different calls: {calls}")
+            raise SequenceError(f"ranks make different calls: {calls}")
         return [found[rank][1] for rank in peers]
 
 

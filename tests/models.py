@@ -11,6 +11,7 @@ from muse_fn.kvcache.cache import KVCache, blocks_for, init_cache
 from muse_fn.params.config import Config, LayerType
 from muse_fn.params.schema import Leaf, leaves, sparse_layers
 from muse_fn.params.tree import Params, from_named, map_tensors, tensors
+from muse_fn.sharding.mesh import STAGE, Mesh
 
 SEEDS = st.integers(0, 2**31 - 1)
 SLIDING: LayerType = "sliding_attention"
@@ -140,3 +141,38 @@ def scattered_cache(config: Config, batch: int, positions: int, block: int, seed
     kv = init_cache(config, 1 + len(free), block)
     kv = map_tensors(lambda t: torch.randn(t.shape, generator=draw) * 10, kv)
     return kv, free[: batch * each].view(batch, each)
+
+
+@st.composite
+def fitting_configs(draw: st.DrawFn, mesh: Mesh, max_layers: int = 3) -> Config:
+    """Configs that this mesh can hold, with fewer, as many and more KV heads than ranks."""
+    ranks, layers = mesh.size(STAGE), draw(st.integers(mesh.pp, max(mesh.pp, max_layers)))
+    kv_heads = draw(st.sampled_from([n for n in (1, 2, ranks, 2 * ranks) if ranks % n == 0 or n % ranks == 0]))
+    widths = ranks if mesh.squeeze == "split" else 1
+    return draw(
+        configs(
+            layers=layers,
+            kv_heads=kv_heads,
+            heads=max(kv_heads, ranks) * draw(st.integers(1, 2)),
+            vocab_size=ranks * draw(st.integers(2, 9)),
+            intermediate_size=ranks * draw(st.integers(1, 5)),
+            experts=(experts := mesh.ep * draw(st.integers(1, 3))),
+            top_k=draw(st.integers(1, experts)),
+            expert_size=mesh.tp * draw(st.integers(-(-4 // mesh.tp), 8)),
+            hidden_size=16 if widths > 1 else draw(st.integers(8, 20)),
+            latent_size=16 if widths > 1 else draw(st.integers(4, 12)),
+        )
+    )
+
+
+MESHES = (
+    Mesh(),
+    Mesh(1, 2),
+    Mesh(2, 1),
+    Mesh(2, 2),
+    Mesh(2, 4),
+    Mesh(4, 2),
+    Mesh(8, 1),
+    Mesh(1, 2, pp=2),
+)
+MORE_MESHES = (*MESHES, Mesh(2, 4, squeeze="split"), Mesh(2, 2, pp=3, squeeze="split"), Mesh(1, 1, pp=3))

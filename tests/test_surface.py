@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 NAMES = {
     "Config": "the architecture",
     "KVCache": "the cache",
-    "Mesh": "how many ranks",
+    "Mesh": "the ranks, and which one this is",
     "Model": "config, params, tokenizer",
     "Params": "the tree",
     "Sampling": "how a token is drawn",
@@ -26,15 +26,21 @@ NAMES = {
     "View": "where a step reads and writes",
     "advance": "View -> the next step's",
     "decode": "one step",
+    "expert_load": "which experts tokens go to",
     "forward": "all logits",
     "generate": "prompts -> tokens",
     "init_cache": "an empty cache",
     "init_params": "a random tree",
+    "join": "this process's rank of a mesh",
+    "leave": "the end of that",
     "load": "folder -> Model",
     "own_blocks": "a simple table",
     "prefill": "a chunk of prompts",
     "save": "tree -> folder",
     "score": "log-probabilities",
+    "shard": "tree -> a rank's tree",
+    "simulate": "all ranks in this process",
+    "unshard": "ranks' trees -> tree",
 }
 
 # Fixed by the design: programs outside of this repository call these so. More arguments may follow.

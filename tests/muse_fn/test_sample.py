@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muse_fn.sample import Sampling, draws, fold_in, gumbel, keep, key, sample, threefry
+from muse_fn.filters import keep
+from muse_fn.sample import Sampling, draws, fold_in, gumbel, key, sample, threefry
 
 
 def word(x: int) -> torch.Tensor:
@@ -77,8 +78,9 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_filters_keep_what_the_reference_keeps(settings: Sampling) -> None:
-    scaled = torch.tensor([LOGITS]) / settings.temperature
-    kept = keep(scaled, draws([settings], len(LOGITS)))[0]
+    scaled = (torch.tensor([LOGITS]) - max(LOGITS)) / settings.temperature
+    draw = draws([settings], len(LOGITS))
+    kept = keep(scaled, draw.top_k_B, draw.top_p_B, draw.min_p_B)[0]
     assert set(torch.isfinite(kept).nonzero()[:, 0].tolist()) == set(plain_reference(LOGITS, settings))
 
 
