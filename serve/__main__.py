@@ -1,4 +1,4 @@
-"""The command line: `muse-fn generate | chat | score | inspect`. Built with Muse Spark Open."""
+"""The command line: `muse-fn generate | chat | score | inspect | plan`. Built with Muse Spark Open."""
 
 import io
 import sys
@@ -9,6 +9,7 @@ from muse_fn.serve.chatting import chat
 from muse_fn.serve.generating import generate
 from muse_fn.serve.inspect import inspect
 from muse_fn.serve.options import BANNER, err
+from muse_fn.serve.planning import plan
 from muse_fn.serve.score import score
 
 app = typer.Typer(
@@ -18,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, score, inspect):
+for command in (generate, chat, score, inspect, plan):
     app.command()(command)
 
 
