@@ -8,7 +8,8 @@ import typer
 from muse_fn.serve.chatting import chat
 from muse_fn.serve.generating import generate
 from muse_fn.serve.inspect import inspect
-from muse_fn.serve.options import BANNER, err
+from muse_fn.serve.member import line, tell
+from muse_fn.serve.options import BANNER
 from muse_fn.serve.planning import plan
 from muse_fn.serve.score import score
 
@@ -28,10 +29,12 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without Unicode shows escapes instead of failing
             stream.reconfigure(errors="backslashreplace")
+    line()  # from here on a rank ends with its launcher
     try:
         app()
-    except (ValueError, OSError) as error:
-        err.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+    except Exception as error:
+        if not tell(error):
+            raise
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

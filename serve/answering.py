@@ -7,6 +7,7 @@ from muse_fn.generation import Finish, Settings, Token, stream
 from muse_fn.load import Model
 from muse_fn.serve.channels import Message, parse
 from muse_fn.serve.chat import render_chat
+from muse_fn.sharding.mesh import Mesh
 from muse_fn.stops import cut
 from muse_fn.tokenizer import Json, Text, Tokenizer
 
@@ -46,10 +47,12 @@ def needed_tokenizer(model: Model) -> Tokenizer:
     return model.tokenizer
 
 
-def answer_all(model: Model, requests: Sequence[Request], settings: Settings) -> Iterator[Token | tuple[int, Answer]]:
-    """Every token as it comes, and each answer as soon as it is complete."""
+def answer_all(
+    model: Model, requests: Sequence[Request], settings: Settings, mesh: Mesh | None = None
+) -> Iterator[Token | tuple[int, Answer]]:
+    """Every token as it comes, and each answer as soon as it is complete; on a mesh the same on every rank."""
     tokens: list[list[int]] = [[] for _ in requests]
-    for event in stream(model, [r.ids for r in requests], settings):
+    for event in stream(model, [r.ids for r in requests], settings, mesh):
         tokens[event.row] += [event.token] if event.token >= 0 else []
         yield event
         if event.finish:

@@ -2,7 +2,8 @@
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -13,6 +14,8 @@ from muse_fn.generation import Settings, Token, check_ids, check_prompts
 from muse_fn.load import Model
 from muse_fn.sample import Sampling
 from muse_fn.serve.answering import Answer, Request, answer_all, as_json, chat_request, needed_tokenizer
+from muse_fn.serve.launch import launch_command
+from muse_fn.serve.member import is_speaker, needs_launch, open_on_mesh
 from muse_fn.serve.options import (
     CAP,
     Device,
@@ -21,6 +24,7 @@ from muse_fn.serve.options import (
     Effort,
     Json,
     MaxNew,
+    MeshOption,
     MinP,
     ModelDir,
     QuantizeOption,
@@ -32,11 +36,12 @@ from muse_fn.serve.options import (
     TopK,
     TopP,
     err,
-    open_model,
     out,
     parse_json,
     read_tools,
 )
+from muse_fn.sharding.collectives import leave
+from muse_fn.sharding.mesh import Mesh
 
 FIELDS = {"prompt", "messages", "ids", "tools", "reasoning_effort"}
 
@@ -56,6 +61,7 @@ def generate(
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.float32,
     quantize: QuantizeOption = None,
+    mesh: MeshOption = None,
     max_new_tokens: MaxNew = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -75,15 +81,38 @@ def generate(
         raise ValueError("nothing to answer: give a prompt or --file")
     declared = read_tools(tools)
     as_lines = as_lines or file is not None
-    opened = open_model(model, device, dtype, quantize, quiet=as_lines and output is None)
+    quiet = as_lines and output is None
+    opened, place = open_on_mesh(mesh, model, device, dtype, quantize, quiet)
     defaults = {"tools": declared, "reasoning_effort": effort}
     requests = [to_request(opened, {**defaults, **line}, system, raw, i) for i, line in enumerate(lines)]
     check_prompts(opened, [request.ids for request in requests], settings)
     if output and file and output.exists() and output.samefile(file):
         raise ValueError(f"--output {output}: is the file that --file reads")
+    if needs_launch(place):
+        check_rereadable(file, tools)
+        launch_command(place, quiet)
+        return
+    answers = _in_order(opened, requests, settings, batch, place)
+    if is_speaker(place):
+        _write(answers, lines, output, as_lines)
+    else:  # another rank writes them; each must run to the end
+        deque(answers, maxlen=0)
+    leave()
+
+
+def check_rereadable(*files: Path | None) -> None:
+    """Raises ValueError for a pipe: every rank of a mesh reads its own copy."""
+    for file in files:
+        if file is not None and not file.is_file():
+            raise ValueError(f"{file}: with --mesh it must be a file, since every rank reads it")
+
+
+def _write(
+    answers: Iterable[tuple[int, Answer]], lines: list[dict[str, Any]], output: Path | None, as_lines: bool
+) -> None:
     sink = output.open("w", encoding="utf-8") if output else None
     try:
-        for i, answer in _in_order(opened, requests, settings, batch):
+        for i, answer in answers:
             line = json.dumps({"index": i, **as_json(answer)}, ensure_ascii=False)
             if sink:
                 print(line, file=sink, flush=True)
@@ -132,14 +161,16 @@ def to_request(model: Model, line: dict[str, Any], system: str | None, raw: bool
     return chat_request(model, messages, line["tools"], line["reasoning_effort"], where=where)
 
 
-def _in_order(model: Model, requests: list[Request], settings: Settings, batch: int) -> Iterator[tuple[int, Answer]]:
+def _in_order(
+    model: Model, requests: list[Request], settings: Settings, batch: int, mesh: Mesh
+) -> Iterator[tuple[int, Answer]]:
     """Answers in the order of their prompts, with progress on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not (err.is_terminal and is_speaker(mesh))) as bar:
         task, made = bar.add_task("answering", total=len(requests)), 0
         for start in range(0, len(requests), batch):
             done: dict[int, Answer] = {}
-            for event in answer_all(model, requests[start : start + batch], settings):
+            for event in answer_all(model, requests[start : start + batch], settings, mesh):
                 if isinstance(event, Token):
                     made += 1
                     bar.update(task, description=f"answering, {made} tokens")

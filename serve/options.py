@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from muse_fn.load import Model, load
+from muse_fn.sharding.mesh import Mesh
 from muse_fn.tokenizer import Json as TokenizerJson
 
 BANNER = "muse-fn · Built with Muse Spark Open"
@@ -43,16 +44,35 @@ DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of plain para
 QuantizeOption = Annotated[
     Quantize | None, typer.Option("--quantize", help="Pack the inner layers' experts while loading.")
 ]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        help="Ranks by axis, such as ep=2,tp=4; pp=2 and squeeze=split may be added. Starts them here, each a process, "
+        "unless torchrun did.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output and nothing else.")]
 
 
 def open_model(path: Path | None, device: str, dtype: Dtype, quantize: Quantize | None, quiet: bool) -> Model:
     """Loads a checkpoint with a progress bar on standard error; the embedded one when `path` is None."""
     if not quiet:
-        err.print(f"[dim]{BANNER}[/dim]")
+        show_banner()
     check_device(device)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=quiet) as bar:
+    return load_with_bar(path, device, dtype, quantize, quiet)
+
+
+def show_banner() -> None:
+    """Says on standard error what answers."""
+    err.print(f"[dim]{BANNER}[/dim]")
+
+
+def load_with_bar(
+    path: Path | None, device: str, dtype: Dtype, quantize: Quantize | None, quiet: bool, mesh: Mesh | None = None
+) -> Model:
+    """`open_model` on a device that has been checked; on a mesh this rank's share."""
+    with loading_bars(quiet) as bar:
         task = bar.add_task("loading", total=None)
 
         def progress(done: int, total: int, what: str) -> None:
@@ -62,9 +82,16 @@ def open_model(path: Path | None, device: str, dtype: Dtype, quantize: Quantize 
             path or EMBEDDED,
             device=device,
             dtype=DTYPES[dtype],
+            mesh=mesh,
             quantize=quantize.value if quantize else None,
             progress=progress,
         )
+
+
+def loading_bars(quiet: bool) -> Progress:
+    """Bars on standard error that count bytes and vanish in the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=quiet)
 
 
 def check_device(device: str) -> None:

@@ -7,19 +7,23 @@ from typing import Annotated, cast
 import typer
 from rich.table import Table
 
+from muse_fn.generation import check_ids
 from muse_fn.generation import score as score_ids
 from muse_fn.load import Model
+from muse_fn.serve.launch import launch_command
+from muse_fn.serve.member import is_speaker, needs_launch, open_on_mesh
 from muse_fn.serve.options import (
     Device,
     Dtype,
     DtypeOption,
     Json,
+    MeshOption,
     ModelDir,
     QuantizeOption,
-    open_model,
     out,
     parse_json,
 )
+from muse_fn.sharding.collectives import leave
 
 IdsOption = Annotated[str | None, typer.Option("--ids", help="Token ids as a JSON list, instead of a text.")]
 
@@ -31,15 +35,23 @@ def score(
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.float32,
     quantize: QuantizeOption = None,
+    mesh: MeshOption = None,
     as_json: Json = False,
 ) -> None:
     """Log-probability of every token of a text or of a list of token ids."""
     if (text is None) == (ids is None):
         raise ValueError("score takes a text or --ids, exactly one of them")
     given = None if ids is None else parse_ids(ids)
-    opened = open_model(model, device, dtype, quantize, quiet=as_json)
+    opened, place = open_on_mesh(mesh, model, device, dtype, quantize, quiet=as_json)
     tokens = encode(opened, text or "") if given is None else given
-    found = score_ids(opened, tokens)
+    if needs_launch(place):
+        check_ids(opened, tokens, "ids")
+        launch_command(place, quiet=as_json)
+        return
+    found = score_ids(opened, tokens, place)
+    leave()
+    if not is_speaker(place):
+        return
     if as_json:
         print(json.dumps({"logprobs": found} | ({"ids": tokens} if given is None else {})))
     else:

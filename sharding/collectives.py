@@ -8,15 +8,17 @@ Gradients do not pass through the ranks of a mesh.
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 
 from muse_fn.sharding.mesh import Axes, Link, Mesh, MeshError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
+# The operations themselves: their Python wrapper imports sympy at the first call and doubles the host's part of each.
+_ops: Any = torch.ops._c10d_functional
 TIMEOUT = timedelta(minutes=10)  # the longest that ranks may be apart, loading included
 
 
@@ -73,15 +75,15 @@ class Distributed:
 
     def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         """See mesh.Link."""
-        return self._run(lambda group: functional.all_reduce(x, "sum", group), peers)
+        return self._run(lambda group: _ops.all_reduce(x, "sum", group), peers)
 
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         """See mesh.Link."""
-        return self._run(lambda group: functional.all_gather_tensor(x[None], 0, group), peers)
+        return self._run(lambda group: _ops.all_gather_into_tensor(x[None], len(peers), group), peers)
 
     def broadcast(self, x: Tensor, source: int, peers: tuple[int, ...]) -> Tensor:
         """See mesh.Link."""
-        return self._run(lambda group: functional.broadcast(x, peers.index(source), group), peers)
+        return self._run(lambda group: _ops.broadcast(x, peers.index(source), group), peers)
 
     def pass_on(self, x: Tensor | None, to: int, into: Tensor | None, source: int) -> Tensor | None:
         """See mesh.Link."""
@@ -95,9 +97,9 @@ class Distributed:
             raise PeerError(f"rank {dist.get_rank()} lost rank {to} or {source} ({_first_line(error)})") from error
         return received
 
-    def _run(self, collective: Callable[[dist.ProcessGroup], Tensor], peers: tuple[int, ...]) -> Tensor:
+    def _run(self, collective: Callable[[str], Tensor], peers: tuple[int, ...]) -> Tensor:
         try:
-            return functional.wait_tensor(collective(self._group(peers)))
+            return _ops.wait_tensor(collective(self._group(peers).group_name))
         except (RuntimeError, dist.DistError) as error:
             raise PeerError(f"rank {dist.get_rank()} lost one of ranks {peers} ({_first_line(error)})") from error
 
