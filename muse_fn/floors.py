@@ -27,7 +27,9 @@ WORK = (
     "embedding",
     "head",
 )
-DRAWN = 16  # bytes a rank tells the others of its best token of a row: value, id, and what a filter needs
+# Bytes that ranks tell each other of each row to draw its token, without filters: the largest logit; then value and id
+# of the greedy and of the drawn choice, and whether the row is finite.
+LARGEST, CHOICES = 4, 20
 
 
 class Step(NamedTuple):
@@ -168,7 +170,7 @@ def _stage_of(layer: int, config: Config, mesh: Mesh) -> Mesh:
 
 
 def collectives(config: Config, mesh: Mesh, step: Step) -> list[Collective]:
-    """All exchanges of a step on its way through every stage; kinds that do not occur are left out.
+    """All exchanges of a step on its way through every stage, and of the draw; kinds that do not occur are left out.
 
     Bytes are what one rank sends in a ring of n: 2(n-1)/n of the tensor for a sum, (n-1)/n of the result for a gather.
     """
@@ -186,7 +188,8 @@ def collectives(config: Config, mesh: Mesh, step: Step) -> list[Collective]:
         Collective("expert rows: sum", sparse, summed * rows),
         Collective("expand: gather", split, gathered * tokens * hidden * MODEL_BYTES),
         Collective("dense output: sum", dense, summed * tokens * hidden * FLOAT32_BYTES),
-        Collective("sampling: gather", 1, gathered * n * step.batch * DRAWN),
+        Collective("largest logits: gather", 1, gathered * n * step.batch * LARGEST),
+        Collective("choices: gather", 1, gathered * n * step.batch * CHOICES),
     ]
     between = [
         Collective("stage to stage", mesh.pp - 1, tokens * hidden * FLOAT32_BYTES),

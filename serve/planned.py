@@ -143,7 +143,9 @@ def notes(plan: Plan) -> list[str]:
         "The cache of this version keeps every token in every layer: for now the line without windows is what fits.",
     ]
     if plan.setup.mesh.pp > 1:
-        found.append("Stages work one after another here: no second batch fills the stages that wait.")
+        found.append(
+            "Stages work one after another here: no second batch and no pieces of a chunk fill the stages that wait."
+        )
     if plan.device == "cpu":
         found.append("The rates of a CPU are guesses: measure your machine and give them with --assume.")
     if over > 0:

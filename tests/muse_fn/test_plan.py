@@ -34,7 +34,7 @@ def test_a_prediction_is_its_formula() -> None:
         assert found.seconds[name] == pytest.approx(max(work.bytes / 2e12, compute))
     times = sum(row.times for row in found.collectives)
     sent = sum(row.times * row.bytes for row in found.collectives)
-    assert times == 1 + 4 * 62 + 1
+    assert times == 1 + 4 * 62 + 2
     assert found.seconds["collectives"] == pytest.approx(times * 16e-6 + sent / 262.5e9)
     assert found.seconds["host"] == pytest.approx(50e-6)
     assert found.total == pytest.approx(sum(found.seconds.values()))
