@@ -108,7 +108,7 @@ def our_params(config: Config, state: dict[str, Tensor]) -> Params:
 def our_prefill(params: Params, tokens: Tensor, config: Config, room: int) -> tuple[Tensor, KVCache, View]:
     """Logits of the last position, and a cache with `room` positions more."""
     batch, length = tokens.shape
-    table = own_blocks(batch, length + room, BLOCK)
+    table = own_blocks(config, batch, length + room, BLOCK)
     kv = init_cache(config, 1 + table.numel(), BLOCK, dtype=sample_tensor(params).dtype)
     count = torch.full((batch,), length)
     view = View(table, torch.zeros_like(count), count)

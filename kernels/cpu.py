@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muse_fn.kernels import reference
+from muse_fn.kernels import reference, streamed
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
 TILE_BYTES = 64 << 20  # bound on what attention keeps for one tile of queries, whatever the context length
@@ -31,30 +31,28 @@ def linear(x: Tensor, w: Weight) -> Tensor:
     return F.linear(w, x.flatten(0, -2)).t().contiguous().view(*x.shape[:-1], -1)
 
 
-def attend(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
+def attend(
+    q_BTND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    q_pos_BT: Tensor,
+    k_pos_BS: Tensor,
+    window: int,
+    is_start: bool = False,
+) -> Tensor:
     """reference.attend in tiles of queries: its own operations in float32, PyTorch's fused attention otherwise."""
+    length = q_BTND.shape[1]
     exact = q_BTND.dtype == torch.float32
-    if not exact and _is_start(q_pos_BT, k_pos_BS, window):
-        k, v = k_BSKD[:, : q_BTND.shape[1]], v_BSKD[:, : q_BTND.shape[1]]
-        q, k, v = (x.transpose(1, 2) for x in (q_BTND.contiguous(), k, v))
+    if is_start and not exact and 1 < length <= k_pos_BS.shape[1] and not 0 < window < length:
+        # The mask is the triangle, which the fused form need not read and half of which it need not compute.
+        q, k, v = (x.transpose(1, 2) for x in (q_BTND.contiguous(), k_BSKD[:, :length], v_BSKD[:, :length]))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     form, width = (reference.attend, 4 * q_BTND.shape[2]) if exact else (_fused, 1)  # bytes: scores, or a mask
     rows = max(1, TILE_BYTES // (width * k_pos_BS.numel()))
-    if rows >= q_BTND.shape[1]:
+    if rows >= length:
         return form(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, window)
     tiles = zip(q_BTND.split(rows, 1), q_pos_BT.split(rows, 1), strict=True)
     return torch.cat([form(q, k_BSKD, v_BSKD, pos, k_pos_BS, window) for q, pos in tiles], 1)
-
-
-def _is_start(q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> bool:
-    """Whether the mask is the triangle, which the fused form need not read and half of which it need not compute:
-    query i at position i, key j at position j, further keys out of sight and no window shorter than the step."""
-    length = q_pos_BT.shape[1]
-    if length == 1 or k_pos_BS.shape[1] < length or 0 < window < length:
-        return False
-    place, rest = torch.arange(length, device=q_pos_BT.device), k_pos_BS[:, length:]
-    first = (q_pos_BT == place).all() & (k_pos_BS[:, :length] == place).all()
-    return bool(first & ((rest < 0) | (rest >= length)).all())
 
 
 def _fused(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
@@ -65,6 +63,24 @@ def _fused(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_p
         rows = q_BTND.view(q.shape[0], k.shape[1], -1, q.shape[3])
         return F.scaled_dot_product_attention(rows, k, v, mask).reshape(q_BTND.shape)
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+
+
+def attend_blocks(
+    q_BTND: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    blocks_BC: Tensor,
+    q_pos_BT: Tensor,
+    k_pos_BS: Tensor,
+    window: int,
+    is_start: bool = False,
+) -> Tensor:
+    """reference.attend_blocks; a context too long to be gathered at once is read in tiles."""
+    _, _, kv_heads, head_dim = k_arena.shape
+    if 2 * k_pos_BS.numel() * kv_heads * head_dim * q_BTND.element_size() > TILE_BYTES:
+        return streamed.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window)
+    k, v = (reference.rows_of(arena, blocks_BC, k_pos_BS, q_BTND.dtype) for arena in (k_arena, v_arena))
+    return attend(q_BTND, k, v, q_pos_BT, k_pos_BS, window, is_start)
 
 
 def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:

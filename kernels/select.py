@@ -16,13 +16,26 @@ class Ops:
     """The operations a decoder is made of; contracts in kernels/reference.py."""
 
     linear: Callable[[Tensor, Weight], Tensor]
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
+    attend_blocks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
     expert_rows: Callable[[Tensor, Tensor, Weight, Weight], Tensor]
     why: str
 
 
-REFERENCE = Ops(reference.linear, reference.attend, reference.expert_rows, "plain PyTorch: the meaning of each op")
-EAGER = Ops(cpu.linear, cpu.attend, cpu.expert_rows, "weights on the left, routes sorted by expert, fused attention")
+REFERENCE = Ops(
+    reference.linear,
+    reference.attend,
+    reference.attend_blocks,
+    reference.expert_rows,
+    "plain PyTorch: the meaning of each op",
+)
+EAGER = Ops(
+    cpu.linear,
+    cpu.attend,
+    cpu.attend_blocks,
+    cpu.expert_rows,
+    "weights on the left, routes sorted by expert, fused attention, long contexts in tiles",
+)
 
 
 def select(where: device) -> Ops:

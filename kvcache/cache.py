@@ -1,8 +1,9 @@
 """The key-value cache as a value: an arena of blocks, the view a step has of it, and the step's append.
 
-A block is `block` consecutive positions of one sequence; block 0 belongs to nobody and takes the rows of padding. Every
-layer has its own pair of arrays and all share one block table. Consuming: `append` writes in place and returns the new
-handle; the one passed in must not be used again.
+A block is `block` consecutive positions of one sequence; block 0 belongs to nobody and takes the rows of padding. The
+arena is a pair of arrays per slot, shared by the layers that kvcache/layout.py puts there; a sequence has one table of
+blocks per window group. Consuming: a step writes in place and returns a new handle; the one passed in is dead, and
+using it again is an error.
 """
 
 from typing import NamedTuple
@@ -10,22 +11,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muse_fn.kernels.reference import rows_of
+from muse_fn.kvcache.layout import Layout, layout_of
 from muse_fn.params.config import Config
 from muse_fn.sharding.mesh import ONE, Mesh
-from muse_fn.sharding.split import local_kv_heads, stage_config
+from muse_fn.sharding.split import local_kv_heads
+
+STORAGE = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+FP8_MAX = 240.0  # of e4m3 where an exponent is reserved, as on Gaudi 2; other devices hold up to 448
 
 
 class KVCache(NamedTuple):
-    """One pair of arrays per layer, each [num_blocks, block, K, D]; whole tensors, never views of a larger one."""
+    """One pair of arrays per slot, each [num_blocks, block, K, D]; whole tensors, never views of a larger one."""
 
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
+    alive: Tensor  # bool [], on the host: False once this handle has been consumed
 
 
 class View(NamedTuple):
     """Which blocks each sequence of a step reads and writes."""
 
-    table_BN: Tensor  # int64, block ids in order of position; 0 where none
+    table_GBN: Tensor  # int64, for each window group the block ids in order of position; 0 where none
     past_B: Tensor  # int64, positions already in the cache
     count_B: Tensor  # int64, new positions of this step; later columns of the step are padding
 
@@ -42,15 +49,37 @@ def init_cache(
     """An empty cache of `num_blocks` blocks of `block_size` positions, block 0 included; on a mesh, this rank's heads
     and layers of it.
 
-    Takes num_blocks * block_size * K * D * 2 elements per layer. Raises ValueError for fewer than 2 blocks.
+    Takes num_blocks * block_size * K * D * 2 elements per slot (`layout_of(config)`). `dtype` float8_e4m3fn stores
+    values rounded and clamped to ±240. Raises ValueError for fewer than 2 blocks.
     """
     if num_blocks < 2 or block_size < 1:
         raise ValueError(f"a cache needs at least 2 blocks of at least 1 position, not {num_blocks} of {block_size}")
     mesh = mesh or ONE
     shape = (num_blocks, block_size, local_kv_heads(config, mesh), config.head_dim)
-    own = stage_config(config, mesh)
-    k, v = ([torch.zeros(shape, dtype=dtype, device=device) for _ in range(own.layers)] for _ in "kv")
-    return KVCache(tuple(k), tuple(v))
+    slots = range(layout_of(config, mesh).slots)
+    k, v = ([torch.zeros(shape, dtype=dtype, device=device) for _ in slots] for _ in "kv")
+    return KVCache(tuple(k), tuple(v), torch.tensor(True))
+
+
+def bytes_per_block(config: Config, block_size: int, dtype: torch.dtype, mesh: Mesh = ONE) -> int:
+    """What one block takes on this rank, in all slots."""
+    row = local_kv_heads(config, mesh) * config.head_dim * dtype.itemsize
+    return 2 * layout_of(config, mesh).slots * block_size * row
+
+
+def check_alive(kv: KVCache) -> None:
+    """Raises ValueError if the handle has been consumed."""
+    if not kv.alive:
+        raise ValueError(
+            "this cache handle has been consumed by an earlier step: use the one it returned"
+        )
+
+
+def consume(kv: KVCache) -> KVCache:
+    """A new handle of the same arrays; the old one is dead. Raises ValueError if it was dead already."""
+    check_alive(kv)
+    kv.alive.fill_(False)
+    return kv._replace(alive=torch.tensor(True))
 
 
 def blocks_for(positions: int, block_size: int) -> int:
@@ -58,13 +87,12 @@ def blocks_for(positions: int, block_size: int) -> int:
     return -(-positions // block_size)
 
 
-def own_blocks(batch: int, positions: int, block_size: int, *, device: str = "cpu") -> Tensor:
-    """int64 [batch, N]: a table in which each sequence owns consecutive blocks for `positions` positions.
-
-    The cache must have 1 + batch * N blocks.
+def own_blocks(config: Config, batch: int, positions: int, block_size: int = 16, *, device: str = "cpu") -> Tensor:
+    """int64 [G, batch, N]: tables in which each sequence owns consecutive blocks for `positions` positions, in every
+    window group. The cache must have 1 + G * batch * N blocks; kvcache/blocks.py manages with fewer.
     """
-    each = blocks_for(positions, block_size)
-    return 1 + torch.arange(batch * each, device=device).view(batch, each)
+    each, groups = blocks_for(positions, block_size), layout_of(config).groups
+    return 1 + torch.arange(groups * batch * each, device=device).view(groups, batch, each)
 
 
 def step_positions(view: View, length: int) -> Tensor:
@@ -73,38 +101,57 @@ def step_positions(view: View, length: int) -> Tensor:
 
 
 class Places(NamedTuple):
-    """A view worked out for a step of a certain length: the same for every layer."""
+    """A view worked out for a step of a certain length and one window group: the same for all its layers."""
 
     write: Tensor  # int64 [B*T]: the row of the flattened arena that each column goes to; padding goes to block 0
-    blocks: Tensor  # int64 [B*N]: the blocks of the context
-    pos_BS: Tensor  # int64, the positions of the context, -1 where empty
+    blocks_BC: Tensor  # int64: the blocks of the context; of a sliding group only those its window meets
+    pos_BS: Tensor  # int64, the positions of the context, -1 where there is none to be seen
 
 
-def locate(view: View, length: int, block_size: int) -> Places:
-    """Where a step of `length` columns writes and what it reads."""
+def locate(view: View, length: int, block_size: int, layout: Layout) -> tuple[Places, ...]:
+    """Where a step of `length` columns writes and what it reads, for each window group."""
     pos = step_positions(view, length)
-    column = (pos // block_size).clamp_max(view.table_BN.shape[1] - 1)
-    write = view.table_BN.gather(1, column) * block_size + pos % block_size
+    column = (pos // block_size).clamp_max(view.table_GBN.shape[2] - 1)
     real = torch.arange(length, device=pos.device) < view.count_B[:, None]
-    place = torch.arange(view.table_BN.shape[1] * block_size, device=pos.device)
-    filled = place < (view.past_B + view.count_B)[:, None]
-    return Places(
-        torch.where(real, write, pos % block_size).flatten(), view.table_BN.flatten(), torch.where(filled, place, -1)
-    )
+    found: list[Places] = []
+    for window, table_BN in zip(layout.windows, view.table_GBN.unbind(), strict=True):
+        write = table_BN.gather(1, column) * block_size + pos % block_size
+        blocks, pos_BS = _context_of(view, table_BN, window, length, block_size)
+        found.append(Places(torch.where(real, write, pos % block_size).flatten(), blocks, pos_BS))
+    return tuple(found)
 
 
-def append(kv: KVCache, layer: int, k_BTKD: Tensor, v_BTKD: Tensor, at: View | Places) -> KVCache:
-    """The cache with a step's keys and values in it. Consumes `kv`."""
-    places = at if isinstance(at, Places) else locate(at, k_BTKD.shape[1], kv.k[layer].shape[1])
-    for arena, rows in ((kv.k[layer], k_BTKD), (kv.v[layer], v_BTKD)):
-        arena.flatten(0, 1).index_copy_(0, places.write, rows.flatten(0, 1).to(arena.dtype))
+def _context_of(view: View, table_BN: Tensor, window: int, length: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Blocks [B, C] and positions [B, S] that a step of `length` columns can see, -1 for those it cannot."""
+    width = table_BN.shape[1]
+    oldest = (view.past_B - window + 1).clamp_min(0) if window else torch.zeros_like(view.past_B)
+    # However its start lies, a stretch of n positions meets at most this many blocks.
+    columns = min(width, (window - 1 + length + block_size - 2) // block_size + 1) if window else width
+    first = (oldest // block_size).clamp_max(width - columns)
+    column = first[:, None] + torch.arange(columns, device=first.device)
+    pos = (column[..., None] * block_size + torch.arange(block_size, device=first.device)).flatten(1)
+    seen = (pos >= oldest[:, None]) & (pos < (view.past_B + view.count_B)[:, None])
+    return table_BN.gather(1, column), torch.where(seen, pos, -1)
+
+
+def append(kv: KVCache, slot: int, k_BTKD: Tensor, v_BTKD: Tensor, at: Places) -> KVCache:
+    """The cache with a step's keys and values in it, written in place; within a step, all layers share one handle."""
+    for arena, rows in ((kv.k[slot], k_BTKD), (kv.v[slot], v_BTKD)):
+        rows = rows.flatten(0, 1)
+        if arena.dtype == torch.float8_e4m3fn:
+            # index_copy has no float8 form: the bytes are copied. Beyond the largest number e4m3 has only NaN.
+            arena, rows = (
+                arena.view(torch.uint8),
+                rows.float().clamp(-FP8_MAX, FP8_MAX).to(arena.dtype).view(torch.uint8),
+            )
+        arena.flatten(0, 1).index_copy_(0, at.write, rows.to(arena.dtype))
     return kv
 
 
-def context(kv: KVCache, layer: int, at: View | Places, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [B, S, K, D] of every sequence in order of position, and the positions [B, S], -1 where empty."""
-    places = at if isinstance(at, Places) else locate(at, 0, kv.k[layer].shape[1])
-    shape = (*places.pos_BS.shape, *kv.k[layer].shape[2:])
-    # index_select copies whole blocks; indexing with the table goes element by element, four times slower on a CPU.
-    k, v = (side[layer].index_select(0, places.blocks).view(shape).to(dtype) for side in (kv.k, kv.v))
-    return k, v, places.pos_BS
+def context(kv: KVCache, slot: int, at: Places, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [B, S, K, D] of every sequence in order of position, and the positions [B, S], -1 where empty.
+
+    Rows without a position are zeros, whatever the arena holds there.
+    """
+    k, v = (rows_of(side[slot], at.blocks_BC, at.pos_BS, dtype) for side in (kv.k, kv.v))
+    return k, v, at.pos_BS

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.kernels.select import Ops
-from muse_fn.kvcache.cache import KVCache, Places, View, append, context
+from muse_fn.kvcache.cache import KVCache, Places, append
 from muse_fn.norms import Rotary, plain_norm, rotate
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Attention
@@ -19,7 +19,9 @@ class Step(NamedTuple):
 
     pos_BT: Tensor  # int64 positions of the step's tokens
     rotary: Rotary
-    view: View | Places | tuple[()]  # () without a cache: the step's own tokens are the whole context
+    places: tuple[Places, ...] = ()  # for each window group; none without a cache: its tokens are the whole context
+    slots: tuple[tuple[int, int], ...] = ()  # for each layer its group and its slot in the cache
+    is_start: bool = False  # the tokens are those at positions 0, 1, 2 …
 
 
 def attention(
@@ -38,12 +40,15 @@ def attention(
     """
     a_BTH = a_BTH.to(p.q.dtype)  # once for its four products
     q, k, v = heads(p, a_BTH, step.rotary if config.has_rotary(layer) else None, config, ops)
-    if isinstance(kv, KVCache) and step.view:
-        kv = append(kv, layer, k, v, step.view)
-        k, v, k_pos = context(kv, layer, step.view, q.dtype)
+    window = config.window if config.is_sliding(layer) else 0
+    if isinstance(kv, KVCache):
+        group, slot = step.slots[layer]
+        at = step.places[group]
+        kv = append(kv, slot, k, v, at)
+        arenas = kv.k[slot], kv.v[slot]
+        o = ops.attend_blocks(q, *arenas, at.blocks_BC, step.pos_BT, at.pos_BS, window, step.is_start)
     else:
-        k_pos = step.pos_BT
-    o = ops.attend(q, k, v, step.pos_BT, k_pos, config.window if config.is_sliding(layer) else 0)
+        o = ops.attend(q, k, v, step.pos_BT, step.pos_BT, window, step.is_start)
     o = plain_norm(o, config.rms_norm_eps).flatten(2)
     b = ops.linear(o * torch.sigmoid(ops.linear(a_BTH, p.gate).float()), p.o)
     return psum(b.float(), mesh, STAGE), kv

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from muse_fn.attention import Step, attention
 from muse_fn.kernels.select import Ops, select, under_vmap
-from muse_fn.kvcache.cache import KVCache, Places, View
+from muse_fn.kvcache.cache import KVCache, Places
+from muse_fn.kvcache.layout import layout_of
 from muse_fn.moe import mlp
 from muse_fn.norms import (
     Gain,
@@ -48,7 +49,7 @@ def forward(params: Params, tokens: Tensor, config: Config, mesh: Mesh | None = 
     check_shard(params, config, mesh)
     ops = select(sample_tensor(params).device)
     pos_BT = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    h = hidden_states(params, [Chunk(tokens, pos_BT, ())], (), config, ops, mesh).h_BTH
+    h = hidden_states(params, [Chunk(tokens, pos_BT, is_start=True)], (), config, ops, mesh).h_BTH
     return logits(params, h, config, ops, mesh)
 
 
@@ -71,7 +72,8 @@ class Chunk(NamedTuple):
 
     tokens_BT: Tensor
     pos_BT: Tensor
-    view: View | Places | tuple[()]  # () without a cache
+    places: tuple[Places, ...] = ()  # for each window group of the cache; none without one
+    is_start: bool = False  # nothing precedes these tokens, and their positions are 0, 1, 2 …
 
 
 class Hidden(NamedTuple):
@@ -96,7 +98,8 @@ def hidden_states(
         made = None
         if 0 <= first < len(chunks):
             h = embed(params, chunks[first].tokens_BT, config, mesh) if given is None else given
-            done.append(stage_layers(params, h, kv, chunks[first], own, ops, mesh))
+            step = _step_of(chunks[first], config, mesh)
+            done.append(stage_layers(params, h, kv, step, own, ops, mesh))
             made, kv = done[-1].h_BTH, done[-1].kv
         coming = not mesh.is_first and 0 <= first + 1 < len(chunks)
         into = _stream_like(chunks[first + 1], config) if coming else None
@@ -113,11 +116,15 @@ def _stream_like(chunk: Chunk, config: Config) -> Tensor:
     return torch.empty(*chunk.tokens_BT.shape, config.hidden_size, device=chunk.tokens_BT.device)
 
 
+def _step_of(chunk: Chunk, config: Config, mesh: Mesh) -> Step:
+    rotary = rotary_angles(chunk.pos_BT, config.head_dim, config.rope_theta)
+    return Step(chunk.pos_BT, rotary, chunk.places, layout_of(config, mesh).places, chunk.is_start)
+
+
 def stage_layers(
-    params: Params, h_BTH: Tensor, kv: Cache, chunk: Chunk, config: Config, ops: Ops, mesh: Mesh = ONE
+    params: Params, h_BTH: Tensor, kv: Cache, step: Step, config: Config, ops: Ops, mesh: Mesh = ONE
 ) -> Hidden:
     """All layers of this tree on a stream; `config` has these layers and no others."""
-    step = Step(chunk.pos_BT, rotary_angles(chunk.pos_BT, config.head_dim, config.rope_theta), chunk.view)
     routes: list[Tensor | tuple[()]] = []
     for i, (p, s) in enumerate(zip(params.layers, scales(params.layers, config), strict=True)):
         h_BTH, kv, taken = decoder_layer(p, s, h_BTH, kv, i, step, config, ops, mesh)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from muse_fn.kvcache.layout import layout_of
 from muse_fn.params.config import Config
 from muse_fn.params.quantise import BLOCKS, check_widths, is_packable
 from muse_fn.params.schema import Leaf, leaves
 from muse_fn.params.slicing import divided, shape_of_part, size_of_part
 from muse_fn.sharding.mesh import STAGE, Mesh
-from muse_fn.sharding.rules import check_mesh, holds, stage_layers
+from muse_fn.sharding.rules import check_mesh, holds
 from muse_fn.sharding.split import local_kv_heads, part_of
 
 FORMATS: dict[str, str | None] = {"quark-mxfp4": "mxfp4", "nvfp4": "nvfp4", "bf16": None}  # how experts are packed
@@ -45,8 +46,8 @@ class Held(NamedTuple):
 class KV(NamedTuple):
     """Bytes of cache on one rank."""
 
-    windowed: int  # per token: layers that attend to everything
-    window: int  # per sequence, once it is as long as the window: the sliding layers
+    windowed: int  # per token: the group that keeps everything
+    window: int  # per sequence, once it is as long as the window: the sliding groups
     unwindowed: int  # per token, when every layer keeps all tokens
 
 
@@ -116,9 +117,11 @@ def stages(mesh: Mesh) -> list[Mesh]:
 def kv_bytes(config: Config, mesh: Mesh, dtype: str) -> KV:
     """Bytes of cache on this rank, keys and values, per token and for the windows of one sequence."""
     each = 2 * local_kv_heads(config, mesh) * config.head_dim * KV_DTYPES[dtype]
-    own = stage_layers(config.layers, mesh)
-    sliding = sum(config.is_sliding(i) for i in own)
-    return KV((len(own) - sliding) * each, sliding * config.window * each, len(own) * each)
+    layout = layout_of(config, mesh)
+    sliding = sum(window > 0 for window in layout.windows)
+    # A block takes its place in every slot, also in those that the group has no layer for.
+    windowed = layout.slots * each if 0 in layout.windows else 0
+    return KV(windowed, sliding * layout.slots * config.window * each, len(layout.places) * each)
 
 
 class Fit(NamedTuple):

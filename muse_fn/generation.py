@@ -99,7 +99,7 @@ def stream(
         return
     longest = max(len(p) + n for p, n in zip(prompts, budgets, strict=True))
     device = sample_tensor(model.params).device
-    table = own_blocks(len(prompts), longest, BLOCK, device=str(device))
+    table = own_blocks(model.config, len(prompts), longest, BLOCK, device=str(device))
     dtype = sample_tensor(model.params).dtype
     kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=dtype, device=str(device), mesh=mesh)
     rules = _Rules(
@@ -111,7 +111,7 @@ def stream(
 
     running: list[_Row] = []
     for row, prompt in enumerate(prompts):
-        logits, kv = _read_prompt(model, prompt, table[row : row + 1], kv, rules.mesh)
+        logits, kv = _read_prompt(model, prompt, table[:, row : row + 1], kv, rules.mesh)
         event, state = _choose([_Row(row, -1, budgets[row], watch)], logits, [len(prompt)], rules)
         yield from event
         running += state
@@ -119,7 +119,7 @@ def stream(
     while running:
         rows = [r.row for r in running]
         past = torch.tensor([lengths[r] for r in rows], device=device)
-        view = View(table[rows], past, torch.ones_like(past))
+        view = View(table[:, rows], past, torch.ones_like(past))
         tokens = _column([r.token for r in running], device)
         logits, kv = decode(model.params, tokens, kv, view, model.config, mesh, gathered=False)
         for r in rows:
@@ -225,7 +225,7 @@ def score(model: Model, ids: Sequence[int], mesh: Mesh | None = None) -> list[fl
     if len(ids) > model.config.max_positions:
         raise ValueError(f"ids has {len(ids)} tokens: the limit is {model.config.max_positions}")
     device = sample_tensor(model.params).device
-    table = own_blocks(1, len(ids), BLOCK, device=str(device))
+    table = own_blocks(model.config, 1, len(ids), BLOCK, device=str(device))
     kv = init_cache(
         model.config, 1 + table.numel(), BLOCK, dtype=sample_tensor(model.params).dtype, device=str(device), mesh=mesh
     )

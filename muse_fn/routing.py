@@ -31,7 +31,7 @@ def expert_load(
     if lengths.shape != (batch,) or not ((lengths >= 0) & (lengths <= length)).all():
         raise ValueError(f"lengths is {lengths.tolist()}: must be {batch} numbers from 0 to {length}")
     pos_BT = torch.arange(length, device=tokens.device).expand(tokens.shape)
-    chunks = [Chunk(tokens, pos_BT, ())]
+    chunks = [Chunk(tokens, pos_BT, is_start=True)]
     routes = hidden_states(params, chunks, (), config, select(sample_tensor(params).device), mesh).routes
     return count_routes(routes, lengths.to(tokens.device), config, mesh)
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from muse_fn.decoder import Chunk, check_tokens, hidden_states, logits
 from muse_fn.kernels.select import select
-from muse_fn.kvcache.cache import KVCache, View, blocks_for, locate, step_positions
+from muse_fn.kvcache.cache import KVCache, View, blocks_for, check_alive, consume, locate, step_positions
+from muse_fn.kvcache.layout import Layout, layout_of
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Params, sample_tensor
 from muse_fn.sharding.mesh import ONE, Mesh, MeshError
@@ -39,7 +40,8 @@ def prefill(
     """
     check_share(params, kv, config, mesh or ONE)
     check_step(tokens, kv, view, config, at_least=0 if all_logits else 1)
-    found = run(params, tokens, kv, view, config, mesh, microbatches)
+    is_start = not view.past_B.any()
+    found = run(params, tokens, kv, view, config, mesh, microbatches=microbatches, is_start=is_start)
     h = found.h_BTH
     if not all_logits:
         last = (view.count_B - 1).view(-1, 1, 1).expand(-1, 1, h.shape[-1])
@@ -63,16 +65,17 @@ def decode(
     """
     check_share(params, kv, config, mesh or ONE)
     check_step(tokens, kv, view, config, at_least=0)
-    found = run(params, tokens, kv, view, config, mesh, 1)
+    found = run(params, tokens, kv, view, config, mesh, microbatches=1)
     return logits(params, found.h_BTH, config, select(found.h_BTH.device), mesh or ONE, gathered=gathered), found.kv
 
 
 def check_share(params: Params, kv: KVCache, config: Config, mesh: Mesh) -> None:
     """Raises MeshError if the parameters or the cache are not this rank's share of the mesh."""
     check_shard(params, config, mesh)
-    found, wanted = (len(kv.k), kv.k[0].shape[2]), (len(params.layers), local_kv_heads(config, mesh))
+    check_alive(kv)
+    found, wanted = (len(kv.k), kv.k[0].shape[2]), (layout_of(config, mesh).slots, local_kv_heads(config, mesh))
     if found != wanted:
-        share = "{} layers of {} heads".format
+        share = "{} slots of {} heads".format
         raise MeshError(
             f"kv has {share(*found)}: on rank {mesh.rank} of mesh {mesh} it must have {share(*wanted)}: "
             "init_cache(…, mesh=mesh) makes it"
@@ -86,21 +89,28 @@ def check_step(tokens: Tensor, kv: KVCache, view: View, config: Config, at_least
     """
     check_tokens(tokens, config)
     (batch, length), (blocks, size) = tokens.shape, kv.k[0].shape[:2]
-    shapes = {"table_BN": (batch, view.table_BN.shape[-1]), "past_B": (batch,), "count_B": (batch,)}
+    windows = layout_of(config).windows
+    width = view.table_GBN.shape[-1]
+    shapes = {"table_GBN": (len(windows), batch, width), "past_B": (batch,), "count_B": (batch,)}
     for name, shape in shapes.items():
         found = tuple(getattr(view, name).shape)
         if found != shape:
             raise ValueError(f"view.{name} is {list(found)}: tokens are {[batch, length]}, so it must be {list(shape)}")
-    room = min(view.table_BN.shape[1] * size, config.max_positions)
-    for row, (table, past, count) in enumerate(zip(*(part.tolist() for part in view), strict=True)):
+    room = min(width * size, config.max_positions)
+    for row, (past, count) in enumerate(zip(view.past_B.tolist(), view.count_B.tolist(), strict=True)):
         if not at_least <= count <= length:
             raise ValueError(f"view.count_B[{row}] is {count}: must be {at_least} to {length}, the width of tokens")
         if past < 0 or past + count > room:
-            held = f"its table holds {len(table) * size}, the model {config.max_positions}"
+            held = f"its table holds {width * size}, the model {config.max_positions}"
             raise ValueError(f"row {row} would reach position {past + count}: {held}")
-        used = table[: blocks_for(past + count, size)]
-        if any(not 0 < block < blocks for block in used):
-            raise ValueError(f"view.table_BN[{row}] is {used}: the cache has blocks 1 to {blocks - 1} to give")
+        for group, window in enumerate(windows):
+            oldest = max(0, past - window + 1) // size if window else 0
+            used = view.table_GBN[group, row, oldest : blocks_for(past + count, size)]
+            if ((used <= 0) | (used >= blocks)).any():
+                raise ValueError(
+                    f"view.table_GBN[{group}, {row}] has {used.tolist()} from column {oldest} on: "
+                    f"the cache has blocks 1 to {blocks - 1} to give"
+                )
 
 
 class Ran(NamedTuple):
@@ -118,14 +128,19 @@ def run(
     view: View,
     config: Config,
     mesh: Mesh | None = None,
+    *,
     microbatches: int | None = None,
+    is_start: bool = False,
 ) -> Ran:
-    """The layers on a step [B, T] whose fit has been checked. Consumes `kv`."""
+    """The layers on a step [B, T] whose fit has been checked. Consumes `kv`. `is_start` promises that the cache holds
+    nothing of these sequences yet."""
     mesh = mesh or ONE
+    kv = consume(kv)
     pieces = min(microbatches or mesh.pp, tokens.shape[1])
     if pieces < 1:
         raise ValueError(f"microbatches is {microbatches}: must be at least 1")
-    chunks = [_chunk(tokens, view, kv, ends) for ends in _cuts(tokens.shape[1], pieces)]
+    layout = layout_of(config, mesh)
+    chunks = [_chunk(tokens, view, kv, ends, layout, is_start) for ends in _cuts(tokens.shape[1], pieces)]
     h, out, routes = hidden_states(params, chunks, kv, config, select(sample_tensor(params).device), mesh)
     assert isinstance(out, KVCache)
     return Ran(h, out, routes)
@@ -136,16 +151,17 @@ def _cuts(length: int, pieces: int) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def _chunk(tokens: Tensor, view: View, kv: KVCache, ends: tuple[int, int]) -> Chunk:
+def _chunk(tokens: Tensor, view: View, kv: KVCache, ends: tuple[int, int], layout: Layout, is_start: bool) -> Chunk:
     """Columns start..stop of a step, as a step of its own."""
     start, stop = ends
     count_B = (view.count_B - start).clamp(0, stop - start)
-    own = View(view.table_BN, view.past_B + view.count_B.clamp_max(start), count_B)
+    own = View(view.table_GBN, view.past_B + view.count_B.clamp_max(start), count_B)
     pos_BT = step_positions(view, tokens.shape[1])[:, start:stop]
-    return Chunk(tokens[:, start:stop], pos_BT, locate(own, stop - start, kv.k[0].shape[1]))
+    places = locate(own, stop - start, kv.k[0].shape[1], layout)
+    return Chunk(tokens[:, start:stop], pos_BT, places, is_start and start == 0)
 
 
 def advance(view: View, count: int | Tensor = 1) -> View:
     """The view of the next step: this step's positions become the past, `count` new ones follow."""
     past = view.past_B + view.count_B
-    return View(view.table_BN, past, torch.as_tensor(count, device=past.device).expand_as(past))
+    return View(view.table_GBN, past, torch.as_tensor(count, device=past.device).expand_as(past))

@@ -1,5 +1,6 @@
 """Small random models and the pieces that property tests share. Every check here raises."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from muse_fn.kvcache.cache import KVCache, blocks_for, init_cache
+from muse_fn.kvcache.layout import layout_of
 from muse_fn.params.config import Config, LayerType
 from muse_fn.params.schema import Leaf, leaves, sparse_layers
 from muse_fn.params.tree import Params, from_named, map_tensors, tensors
@@ -133,14 +135,23 @@ def unchanged(tree: Any, before: list[Tensor]) -> None:
 
 
 def scattered_cache(config: Config, batch: int, positions: int, block: int, seed: int) -> tuple[KVCache, Tensor]:
-    """A cache and a table for `batch` sequences whose blocks lie in random order between unused ones, full of rubbish:
-    what is not written must not be read."""
+    """A cache and tables [G, B, N] for `batch` sequences whose blocks lie in random order between unused ones, all full
+    of NaN: what is not written must not be read."""
     draw = torch.Generator().manual_seed(seed)
-    each = blocks_for(positions, block)
-    free = 1 + torch.randperm(batch * each + 3, generator=draw)
-    kv = init_cache(config, 1 + len(free), block)
-    kv = map_tensors(lambda t: torch.randn(t.shape, generator=draw) * 10, kv)
-    return kv, free[: batch * each].view(batch, each)
+    groups, each = layout_of(config).groups, blocks_for(positions, block)
+    free = 1 + torch.randperm(groups * batch * each + 3, generator=draw)
+    kv = on_arrays(lambda t: torch.full_like(t, torch.nan), init_cache(config, 1 + len(free), block))
+    return kv, free[: groups * batch * each].view(groups, batch, each)
+
+
+def on_arrays(fn: Callable[[Tensor], Tensor], kv: KVCache) -> KVCache:
+    """A living cache with `fn` of every array of this one."""
+    return KVCache(tuple(fn(t) for t in kv.k), tuple(fn(t) for t in kv.v), torch.tensor(True))
+
+
+def copied(kv: KVCache) -> KVCache:
+    """A living cache of its own with the same content."""
+    return on_arrays(torch.clone, kv)
 
 
 @st.composite

@@ -110,7 +110,7 @@ def test_the_public_names_do_together_what_the_design_says(format: str, tmp_path
         close(logits, muse_fn.forward(params, tokens, config), 1e-5 if format == "float32" else 0.1)
         assert logits.dtype == torch.float32
         assert logits.shape == (2, 10, config.vocab_size)
-        table = muse_fn.own_blocks(2, 10, 4)
+        table = muse_fn.own_blocks(config, 2, 10, 4)
         kv = muse_fn.init_cache(config, num_blocks=1 + table.numel(), block_size=4)
         view = muse_fn.View(table, torch.tensor([0, 0]), torch.tensor([9, 9]))
         last, kv = muse_fn.prefill(model.params, tokens[:, :9], kv, view, config)

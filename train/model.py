@@ -79,7 +79,7 @@ def loss(params: Params, batch: Batch, config: Config) -> tuple[Tensor, Aux]:
     loads: list[Tensor] = []
     ops = training_ops(batch.doc, loads)
     pos_BT = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand(batch.tokens.shape)
-    h = hidden_states(params, [Chunk(batch.tokens, pos_BT, ())], (), config, ops).h_BTH
+    h = hidden_states(params, [Chunk(batch.tokens, pos_BT, is_start=True)], (), config, ops).h_BTH
     z = logits(params, h[:, :-1], config, ops)
     target, wanted = batch.tokens[:, 1:], batch.learned[:, 1:]
     each = F.cross_entropy(z.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)

@@ -143,7 +143,7 @@ def test_no_tensor_is_made_on_the_default_device() -> None:
 def test_the_stream_is_float32_whatever_the_weights(dtype: torch.dtype) -> None:
     params, tokens = random_params(SMALL, 0, dtype), random_tokens(SMALL, 0, 2, 9)
     pos = torch.arange(9).expand(2, 9)
-    h, kv, _ = hidden_states(params, [Chunk(tokens, pos, ())], (), SMALL, EAGER)
+    h, kv, _ = hidden_states(params, [Chunk(tokens, pos)], (), SMALL, EAGER)
     assert h.dtype == torch.float32
     assert kv == ()
     out = run(params, tokens, SMALL)

@@ -121,7 +121,7 @@ class Counting:
 def test_collectives_are_those_of_the_program(mesh: Mesh, batch: int) -> None:
     """A decode step and its draw, counted on one rank of every stage, against the plan: kinds, numbers and bytes."""
     params = init_params(MODEL, dtype=torch.bfloat16)
-    table = own_blocks(batch, 4, 4)
+    table = own_blocks(MODEL, batch, 4, 4)
     view = View(table, torch.full((batch,), 2), torch.ones(batch, dtype=torch.int64))
     counts = {stage.rank: Counter[tuple[str, float]]() for stage in stages(mesh)}
 

@@ -18,7 +18,8 @@ from muse_fn.footprint import (
     tokens_that_fit,
     weights,
 )
-from muse_fn.kvcache.cache import init_cache
+from muse_fn.kvcache.cache import STORAGE, init_cache
+from muse_fn.kvcache.layout import layout_of
 from muse_fn.params.config import Config
 from muse_fn.params.init import init_params
 from muse_fn.params.inventory import inventory
@@ -26,7 +27,7 @@ from muse_fn.params.quantise import is_packable, quantise_experts
 from muse_fn.params.schema import dims_of, leaves
 from muse_fn.params.tree import tensors
 from muse_fn.sharding.mesh import STAGE, Mesh
-from muse_fn.sharding.rules import REPEATED, axes_of
+from muse_fn.sharding.rules import REPEATED, axes_of, stage_layers
 from muse_fn.sharding.split import shard
 from tests.models import SLIDING
 from tests.planned import FORMAT, MODEL, RELEASED, TIED, meshes
@@ -123,12 +124,12 @@ def test_components_are_the_inventory_s() -> None:
 @given(meshes(), st.sampled_from(["bf16", "float32"]), st.integers(2, 5), st.integers(1, 4))
 @settings(deadline=None)
 def test_cache_bytes_are_those_of_the_arena(mesh: Mesh, kv: str, blocks: int, size: int) -> None:
-    dtype = {"bf16": torch.bfloat16, "float32": torch.float32}[kv]
-    made = init_cache(MODEL, blocks, size, dtype=dtype)
-    bytes_of_one = sum(x.numel() * x.element_size() for x in (*made.k, *made.v))
-    held_by = min(mesh.size(STAGE), MODEL.kv_heads)
-    across = sum(kv_bytes(MODEL, stage, kv).unwindowed for stage in stages(mesh)) * held_by
-    assert across * blocks * size == bytes_of_one
+    for stage in stages(mesh):
+        made, found = init_cache(MODEL, blocks, size, dtype=STORAGE[kv], mesh=stage), kv_bytes(MODEL, stage, kv)
+        assert sum(x.nbytes for x in (*made.k, *made.v)) == found.windowed * blocks * size
+        each = made.k[0].nbytes * 2 // (blocks * size)
+        assert found.unwindowed == each * len(stage_layers(MODEL.layers, stage))
+        assert found.window == MODEL.window * found.windowed * (layout_of(MODEL).groups - 1)
 
 
 @given(meshes(), st.sampled_from(list(KV_DTYPES)), st.integers(0, 10**6), st.integers(0, 9))

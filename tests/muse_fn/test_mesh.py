@@ -16,13 +16,13 @@ from muse_fn.decoder import forward
 from muse_fn.generation import Output, Settings, generate, score
 from muse_fn.kvcache.cache import View, init_cache, own_blocks
 from muse_fn.params.config import Config
-from muse_fn.params.tree import MoE, Params, map_tensors
+from muse_fn.params.tree import MoE, Params
 from muse_fn.sample import Sampling
 from muse_fn.sharding.mesh import Mesh
 from muse_fn.sharding.simulated import simulate
 from muse_fn.sharding.split import shard
 from muse_fn.step import advance, decode, prefill
-from tests.models import MESHES, MORE_MESHES, SEEDS, close, fitting_configs, random_params, random_tokens
+from tests.models import MESHES, MORE_MESHES, SEEDS, close, fitting_configs, on_arrays, random_params, random_tokens
 
 NANO = Path(muse_fn.__file__).parent / "nano"
 Result = TypeVar("Result")
@@ -68,7 +68,7 @@ def test_steps_over_a_cache_equal_one_rank(
     config = data.draw(fitting_configs(mesh))
     params, tokens = random_params(config, seed), random_tokens(config, seed, 2, length + 2)
     counts = torch.tensor([length, 1 + seed % length])
-    table = own_blocks(2, length + 2, 4)
+    table = own_blocks(config, 2, length + 2, 4)
 
     def steps(p: Params, m: Mesh) -> list[Tensor]:
         kv = init_cache(config, 1 + table.numel(), 4, mesh=m)
@@ -90,7 +90,7 @@ def test_steps_over_a_cache_equal_one_rank(
 @pytest.mark.parametrize("mesh", [m for m in MESHES if m.ranks > 1], ids=str)
 def test_shares_of_the_logits_are_the_logits(mesh: Mesh) -> None:
     model = muse_fn.load(NANO)
-    config, tokens, table = model.config, random_tokens(model.config, 0, 1, 5), own_blocks(1, 5, 4)
+    config, tokens, table = model.config, random_tokens(model.config, 0, 1, 5), own_blocks(model.config, 1, 5, 4)
     view = View(table, torch.tensor([0]), torch.tensor([5]))
 
     def both(p: Params, m: Mesh) -> list[Tensor]:
@@ -159,13 +159,13 @@ def test_ranks_without_work_give_zeros_and_nothing_uninitialised_is_read(mesh: M
     """Trial 34: all tokens to two experts of one or two ranks, caches full of NaN outside of what is written, twice."""
     model = muse_fn.load(NANO)
     params = towards(model.params, expert)
-    tokens, table = random_tokens(model.config, 0, 1, 6), own_blocks(1, 8, 2)
+    tokens, table = random_tokens(model.config, 0, 1, 6), own_blocks(model.config, 1, 8, 2)
 
     def steps(p: Params, m: Mesh) -> Tensor:
         found: list[Tensor] = []
         for _ in range(2):
             kv = init_cache(model.config, 3 + table.numel(), 2, mesh=m)
-            kv = map_tensors(lambda t: t.index_fill(0, torch.arange(1 + table.numel(), len(t)), torch.nan), kv)
+            kv = on_arrays(lambda t: torch.full_like(t, torch.nan), kv)
             view = View(table, torch.tensor([0]), torch.tensor([5]))
             z, kv = prefill(p, tokens[:, :5], kv, view, model.config, m)
             step, kv = decode(p, tokens[:, 5:], kv, advance(view), model.config, m)

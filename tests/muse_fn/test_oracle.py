@@ -160,7 +160,7 @@ def test_positions_far_out(pair: Pair) -> None:
     tokens, config = draw_tokens(pair.ours.config, 1, 21), pair.ours.config
     pos = 100_003 + torch.arange(21)[None]
     with torch.no_grad():
-        h = hidden_states(pair.ours.params, [Chunk(tokens, pos, ())], (), config, EAGER).h_BTH
+        h = hidden_states(pair.ours.params, [Chunk(tokens, pos)], (), config, EAGER).h_BTH
         found = logits(pair.ours.params, h, config, EAGER)
     close(found, oracle.logits(pair.theirs, tokens, position_ids=pos), 1e-5)
 

@@ -40,7 +40,7 @@ def test_routes_of_a_step_count_no_padding_row(mesh: Mesh) -> None:
         SMALL if mesh.ep == 1 else type(SMALL).from_json({**SMALL.to_json(), "num_local_experts": 6, "vocab_size": 62})
     )
     params, tokens, counts = random_params(config, 3), random_tokens(config, 3, 2, 6), torch.tensor([5, 2])
-    table = own_blocks(2, 6, 2)
+    table = own_blocks(config, 2, 6, 2)
     view = View(table, torch.tensor([0, 0]), counts)
 
     def load(m: Mesh) -> torch.Tensor:
