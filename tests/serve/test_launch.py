@@ -119,14 +119,19 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals, c
     program = (
         f"import sys\nfrom muse_fn.serve.launch import launch\nlaunch([sys.executable, '-c', {rank!r}, sys.argv[1]], 2)"
     )
-    launcher = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
     try:
         while launcher.poll() is None and len(list(tmp_path.glob("*.json"))) < 2:
             time.sleep(0.01)
         started = children(launcher.pid)
         assert len(started) == 2
-        launcher.send_signal(number)
-        assert launcher.wait() == code
+        if number == signal.SIGINT:  # Ctrl-C reaches all processes of a terminal
+            os.killpg(launcher.pid, number)
+        else:
+            launcher.send_signal(number)
+        _, told = launcher.communicate()
+        assert (launcher.returncode, told) == (code, b"")
         assert have_gone(started)
     finally:
         launcher.kill()
