@@ -37,7 +37,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Cause(NamedTuple):
-    """Why a rank failed. The least one of several is the first cause."""
+    """Why a rank failed."""
 
     is_peer: bool
     time: float  # of this machine's monotonic clock
@@ -181,8 +181,9 @@ def _supervise(crew: list[_Rank], asked: list[int], bars: Progress) -> Cause | N
         have_ended = all(member.has_ended for member in crew)
         if causes:
             patience = min(patience, time.monotonic() + GRACE)
-            if not min(causes).is_peer or have_ended or time.monotonic() >= patience:
-                return min(causes)
+            first = first_cause(causes)
+            if not first.is_peer or have_ended or time.monotonic() >= patience:
+                return first
         elif have_ended:
             return None
         elif not has_begun and all(member.is_loaded for member in crew):
@@ -190,6 +191,11 @@ def _supervise(crew: list[_Rank], asked: list[int], bars: Progress) -> Cause | N
             bars.stop()
             _let_begin(crew)
     return None
+
+
+def first_cause(causes: Sequence[Cause]) -> Cause:
+    """The earliest that is not the loss of a peer; if all are, the earliest."""
+    return min(causes, key=lambda cause: (cause.is_peer, cause.time))
 
 
 def _read(member: _Rank, bars: Progress, task: TaskID) -> None:

@@ -87,14 +87,15 @@ class Distributed:
 
     def pass_on(self, x: Tensor | None, to: int, into: Tensor | None, source: int) -> Tensor | None:
         """See mesh.Link."""
-        received = None if into is None else torch.empty_like(into)
+        received = None if into is None else torch.empty_like(into, memory_format=torch.contiguous_format)
         steps = [] if x is None else [dist.P2POp(dist.isend, x, to)]
         steps += [] if received is None else [dist.P2POp(dist.irecv, received, source)]
         try:
             for work in dist.batch_isend_irecv(steps):
                 work.wait()
         except (RuntimeError, dist.DistError) as error:
-            raise PeerError(f"rank {dist.get_rank()} lost rank {to} or {source} ({_first_line(error)})") from error
+            others = " or ".join(str(step.peer) for step in steps)
+            raise PeerError(f"rank {dist.get_rank()} lost rank {others} ({_first_line(error)})") from error
         return received
 
     def _run(self, collective: Callable[[str], Tensor], peers: tuple[int, ...]) -> Tensor:

@@ -106,19 +106,25 @@ def _splits_inner(path: str) -> bool:
     return path.endswith("experts.down")
 
 
+@lru_cache(maxsize=64)
+def _words(config: Config) -> tuple[tuple[str, str], ...]:
+    """Every row that this config has, by path, with every word of its dimensions."""
+    rows = {leaf.row.path: leaf.row for leaf in leaves(config)}
+    return tuple((path, word) for path, row in rows.items() for words in dims_of(row) for word in words)
+
+
 @lru_cache(maxsize=256)
 def _problems_of_words(config: Config, mesh: Mesh) -> tuple[str, ...]:
     size, found = sizes(config), dict[str, None]()
-    for leaf in leaves(config):
-        for word in (word for words in dims_of(leaf.row) for word in words):
-            axes = axes_of(leaf.row.path, word, mesh)
-            ranks = mesh.size(axes)
-            if size[word] % ranks == 0 or (word in REPEATED and ranks % size[word] == 0):
-                continue
-            good = _divisors(size[word])
-            also = f", or a multiple of {size[word]}" if word in REPEATED else ""
-            name = "*".join(axes)
-            found[f"{name} is {ranks}: {word} is {size[word]}, so {name} must be {_listed(good)}{also}"] = None
+    for path, word in _words(config):
+        axes = axes_of(path, word, mesh)
+        ranks = mesh.size(axes)
+        if size[word] % ranks == 0 or (word in REPEATED and ranks % size[word] == 0):
+            continue
+        good = _divisors(size[word])
+        also = f", or a multiple of {size[word]}" if word in REPEATED else ""
+        name = "*".join(axes)
+        found[f"{name} is {ranks}: {word} is {size[word]}, so {name} must be {_listed(good)}{also}"] = None
     return tuple(found)
 
 

@@ -1,0 +1,93 @@
+"""Ranks as processes on this machine, for tests: what each of them does, and what each of them found."""
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if __name__ == "__main__":  # started as a rank: `tests` lies beside the rooms
+    sys.path[0] = str(Path(__file__).parent.parent)
+
+import muse_fn
+from muse_fn.serve.launch import launch
+from muse_fn.serve.member import line, tell
+from muse_fn.sharding.collectives import PeerError, broadcast, gather, hand_on, join, leave, psum, stacked
+from muse_fn.sharding.mesh import AXES, Axes, Mesh, parse_mesh
+
+NANO = Path(muse_fn.__file__).parent / "nano"
+SUBSETS: list[Axes] = [axes for n in (1, 2, 3) for axes in itertools.combinations(AXES, n)]
+PROMPTS = [[1, 2, 3], [5] * 20, [7, 300, 11, 500]]
+SETTINGS = {
+    "greedy": muse_fn.Settings(max_new_tokens=8),
+    "sampled": muse_fn.Settings(8, muse_fn.Sampling(temperature=1.5, top_k=40, top_p=0.9, seed=3)),
+}
+
+
+def collectives(mesh: Mesh) -> dict[str, Tensor]:
+    """Every collective over every subset of the axes, on numbers whose sums are exact."""
+    found: dict[str, Tensor] = {}
+    for dtype in (torch.int64, torch.float32, torch.bfloat16):
+        x = torch.arange(6).view(3, 2).T.to(dtype) + 10 * mesh.rank
+        for axes in SUBSETS:
+            at = f"{dtype} {axes} "
+            found |= {f"{at}psum": psum(x, mesh, axes), f"{at}stacked": stacked(x, mesh, axes)}
+            found |= {f"{at}gather {dim}": gather(x, mesh, axes, dim) for dim in (0, 1, -1)}
+            found |= {f"{at}broadcast {n}": broadcast(x, mesh, axes, n) for n in range(mesh.size(axes))}
+        given = hand_on(None if mesh.is_last else x, mesh, None if mesh.is_first else x)
+        found |= {} if given is None else {f"{dtype} hand_on": given}
+    return found
+
+
+def lost(mesh: Mesh) -> str:
+    """The last rank goes without a word; what the others find when they miss it."""
+    psum(torch.ones(1), mesh, AXES)
+    if mesh.rank == mesh.ranks - 1:
+        os._exit(0)
+    try:
+        psum(torch.ones(1), mesh, AXES)
+    except PeerError as error:
+        return str(error)
+    return "nothing"
+
+
+def embedded(mesh: Mesh) -> dict[str, Any]:
+    """Logits, tokens and scores of the embedded model."""
+    model = muse_fn.load(NANO, mesh=mesh)
+    tokens = torch.arange(40).view(2, 20) * 7
+    with torch.inference_mode():
+        found: dict[str, Any] = {"logits": muse_fn.forward(model.params, tokens, model.config, mesh)}
+    found |= {name: muse_fn.generate(model, PROMPTS, s, mesh) for name, s in SETTINGS.items()}
+    return found | {"score": muse_fn.score(model, PROMPTS[2], mesh)}
+
+
+TASKS: dict[str, Callable[[Mesh], Any]] = {f.__name__: f for f in (collectives, lost, embedded)}
+
+
+def run(task: Callable[[Mesh], Any], mesh: Mesh, folder: Path) -> Iterator[Any]:
+    """What a task finds on every rank of a mesh, each a process of its own that joined; None where it never ended."""
+    launch([sys.executable, "-W", "error", __file__, task.__name__, str(mesh), str(folder)], mesh.ranks)
+    for rank in range(mesh.ranks):
+        file = folder / f"{rank}.pt"
+        yield torch.load(file, weights_only=False) if file.exists() else None
+
+
+def main(task: str, mesh: str, folder: str) -> None:
+    """A rank's program."""
+    line()
+    torch.set_num_threads(1)
+    try:
+        joined = join(parse_mesh(mesh))
+        torch.save(TASKS[task](joined), Path(folder) / f"{joined.rank}.pt")
+        leave()
+    except Exception as error:
+        tell(error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,60 @@
+"""Ranks that are processes, over the loopback interface: collectives, the embedded model, and a rank that is lost."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from muse_fn.sharding.collectives import join
+from muse_fn.sharding.mesh import AXES, ONE, Mesh, MeshError
+from muse_fn.sharding.simulated import simulate
+from tests import ranks
+from tests.models import close
+
+
+def test_every_collective_over_every_subset_of_the_axes_has_the_bits_of_the_simulated_one(tmp_path: Path) -> None:
+    mesh = Mesh(pp=2, ep=2, tp=2)
+    expected = simulate(mesh, ranks.collectives)
+    assert len(expected[0]) > 100
+    for found, wanted in zip(ranks.run(ranks.collectives, mesh, tmp_path), expected, strict=True):
+        assert found.keys() == wanted.keys()
+        for name, x in found.items():
+            assert x.dtype == wanted[name].dtype, name
+            assert torch.equal(x, wanted[name]), name
+
+
+def test_eight_ranks_answer_as_one(tmp_path: Path) -> None:
+    expected = ranks.embedded(ONE)
+    first, *others = ranks.run(ranks.embedded, Mesh(ep=2, tp=4), tmp_path)
+    close(first["logits"], expected["logits"], 1e-5)
+    assert first["greedy"] == expected["greedy"]
+    assert first["sampled"] == expected["sampled"] != expected["greedy"]
+    assert first["score"][1:] == pytest.approx(expected["score"][1:], rel=1e-5, abs=1e-5)
+    for other in others:
+        assert torch.equal(other.pop("logits"), first["logits"])
+        assert other == {name: value for name, value in first.items() if name != "logits"}
+
+
+def test_who_misses_a_rank_says_so(tmp_path: Path) -> None:
+    first, second, third = ranks.run(ranks.lost, Mesh(ep=3), tmp_path)
+    assert "rank 0 lost one of ranks (0, 1, 2)" in first
+    assert "rank 1 lost one of ranks (0, 1, 2)" in second
+    assert third is None
+
+
+@pytest.mark.parametrize(
+    ("world", "told"), [(None, "RANK and WORLD_SIZE are not set: start 4"), ("3", "3 processes were started")]
+)
+def test_joining_needs_as_many_processes_as_ranks(
+    monkeypatch: pytest.MonkeyPatch, world: str | None, told: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if world:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(MeshError, match=told):
+        join(Mesh(ep=2, tp=2))
+
+
+def test_the_subsets_are_all_of_them() -> None:
+    assert len(set(ranks.SUBSETS)) == 2 ** len(AXES) - 1
