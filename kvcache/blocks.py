@@ -185,16 +185,14 @@ def fill(pool: Pool, name: Name, positions: int, keep: int = 0) -> Pool:
     if full > first and row.node != MUTE:
         pool, node = _index(pool, row, first, full)
         row = row._replace(node=node)
-    lows = tuple(
-        max(low, first_seen(window, max(0, positions - keep), pool.block_size))
-        for low, window in zip(row.lows, pool.windows, strict=True)
-    )
+    query, firsts = max(0, positions - keep), zip(row.lows, pool.windows, strict=True)
+    lows = tuple([max(low, first_seen(window, query, pool.block_size)) for low, window in firsts])
     tables, gone = row.tables, list[int]()
     if lows != row.lows:
         spans = [*zip(row.tables, row.lows, lows, strict=True)]
         gone = _last_first([unpack(part(table, low, high)) for table, low, high in spans])
         tables = tuple(write(table, low, pack([0] * (high - low))) for table, low, high in spans)
-    return _put(_drop(pool, gone), name, row._replace(filled=positions, tables=tables, lows=lows))
+    return _put(_drop(pool, gone), name, Row(row.tokens, row.salts, tables, lows, positions, row.node))
 
 
 def finish(pool: Pool, name: Name) -> Pool:

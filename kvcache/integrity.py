@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 from muse_fn.kvcache.blocks import MUTE, Block, Pool, Row
 from muse_fn.kvcache.ints import Ints, part, size, unpack
-from muse_fn.kvcache.prefix import NO_SALT, ROOT, Index, Salt
-
-Content = tuple[tuple[bytes, frozenset[Salt]], ...]  # tokens and salts of each block from the beginning on
+from muse_fn.kvcache.prefix import NO_SALT, ROOT, Key
 
 
 def check_integrity(pool: Pool) -> None:
@@ -71,7 +69,7 @@ def _row(pool: Pool, row: Row) -> Iterator[str]:
         entries = _all(table)
         if any(entries[:low]) or not all(entries[low:]):
             yield f"table {group} is given up below {low} and is {entries}"
-    if row.node != MUTE and _content(pool.prefixes, row.node) != _filled(pool, row):
+    if row.node not in (MUTE, _path(pool, row)[-1]):
         yield f"it stands at node {row.node}, which is not what it filled"
 
 
@@ -97,11 +95,10 @@ def _nodes(pool: Pool) -> Iterator[str]:
 def _contents(pool: Pool) -> Iterator[str]:
     """A block that a row has and the index knows holds what the row filled."""
     for name, row in pool.rows.items():
-        filled = _filled(pool, row)
+        path = _path(pool, row)[1:]
         for table in row.tables:
-            for number, block in enumerate(_all(table)[: len(filled)]):
-                node = pool.blocks[block].node if block in pool.blocks else ROOT
-                if node != ROOT and _content(pool.prefixes, node) != filled[: number + 1]:
+            for number, (block, node) in enumerate(zip(_all(table), path, strict=False)):
+                if block in pool.blocks and pool.blocks[block].node not in (ROOT, node):
                     yield f"block {block} at {number} of sequence {name!r} is in the index with other content"
 
 
@@ -109,19 +106,12 @@ def _all(ints: Ints) -> list[int]:
     return unpack(part(ints, 0, size(ints)))
 
 
-def _filled(pool: Pool, row: Row) -> Content:
-    width = pool.block_size
-    full = range(row.filled // width)
-    return tuple((part(row.tokens, n * width, (n + 1) * width), row.salts.get(n, NO_SALT)) for n in full)
-
-
-def _content(prefixes: Index, node: int) -> Content | None:
-    """What a node stands for, from the beginning on; None if it hangs in the air."""
-    found: list[tuple[bytes, frozenset[Salt]]] = []
-    while node != ROOT:
-        record = prefixes.nodes.get(node)
-        if record is None or len(found) > len(prefixes.nodes):
-            return None
-        found.append((record.key.tokens, record.key.salts))
-        node = record.key.parent
-    return tuple(reversed(found))
+def _path(pool: Pool, row: Row) -> list[int | None]:
+    """The nodes of what a row filled, from ROOT on; None where the index has none. Keys of nodes are unique, so another
+    node is other content."""
+    path: list[int | None] = [ROOT]
+    for number in range(row.filled // pool.block_size):
+        parent, tokens = path[-1], part(row.tokens, number * pool.block_size, (number + 1) * pool.block_size)
+        known = None if parent is None else Key(parent, tokens, row.salts.get(number, NO_SALT))
+        path.append(None if known is None else pool.prefixes.children.get(known))
+    return path

@@ -175,6 +175,8 @@ def leave(index: Index, node: int) -> Index:
 
 def forget(index: Index, node: int, group: int) -> Index:
     """The node no longer names a block for this group."""
-    old = index.nodes[node]
-    blocks = (*old.blocks[:group], 0, *old.blocks[group + 1 :])
-    return leave(index._replace(nodes=index.nodes.insert(node, old._replace(blocks=blocks))), node)
+    key, blocks, uses = index.nodes[node]
+    if uses == 1:
+        return leave(index, node)
+    fewer = Node(key, (*blocks[:group], 0, *blocks[group + 1 :]), uses - 1)
+    return Index(index.nodes.insert(node, fewer), index.children, index.following)
