@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from muse_fn.kernels import reference, streamed
+from muse_fn.kernels.one_op import one_op
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
 TILE_BYTES = 64 << 20  # bound on what attention keeps for one tile of queries, whatever the context length
@@ -83,6 +84,7 @@ def attend_blocks(
     return attend(q_BTND, k, v, q_pos_BT, k_pos_BS, window, is_start)
 
 
+@one_op  # on a device one launch: here routes are sorted and counted on the host
 def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
     """reference.expert_rows with the routes sorted by expert: one pair of products per touched expert, or for all."""
     if len(u_TM) == 1 and u_TM.dtype == torch.bfloat16:

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, device
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
-from muse_fn.kernels import cpu, reference
+from muse_fn.kernels import cpu, invariant, reference, static
 from muse_fn.kernels.packed import Weight
 
 
@@ -20,6 +22,8 @@ class Ops:
     attend_blocks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
     expert_rows: Callable[[Tensor, Tensor, Weight, Weight], Tensor]
     why: str
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+    silu: Callable[[Tensor], Tensor] = F.silu
 
 
 REFERENCE = Ops(
@@ -37,11 +41,30 @@ EAGER = Ops(
     "weights on the left, routes sorted by expert, fused attention, long contexts in tiles",
 )
 
+INVARIANT = Ops(
+    invariant.linear,
+    invariant.attend,
+    invariant.attend_blocks,
+    invariant.expert_rows,
+    "the same bits for a row alone, in any batch, chunk or cache state; slower",
+    invariant.sigmoid,
+    invariant.silu,
+)
+
+STATIC = Ops(
+    reference.linear,
+    static.attend,
+    static.attend_blocks,
+    static.expert_rows,
+    "no size depends on data, so that a captured graph holds it; workspaces bounded by tiles",
+)
+
 
 def select(where: device) -> Ops:
     """The operations for tensors on this device, inside or outside of a function transform."""
-    del where  # no device has forms of its own yet
-    return REFERENCE if under_vmap() else EAGER
+    if under_vmap():
+        return REFERENCE
+    return EAGER if where.type == "cpu" else STATIC
 
 
 def under_vmap() -> bool:

@@ -50,7 +50,7 @@ def attention(
     else:
         o = ops.attend(q, k, v, step.pos_BT, step.pos_BT, window, step.is_start)
     o = plain_norm(o, config.rms_norm_eps).flatten(2)
-    b = ops.linear(o * torch.sigmoid(ops.linear(a_BTH, p.gate).float()), p.o)
+    b = ops.linear(o * ops.sigmoid(ops.linear(a_BTH, p.gate).float()), p.o)
     return psum(b.float(), mesh, STAGE), kv
 
 

@@ -37,17 +37,20 @@ from muse_fn.sharding.split import check_shard, stage_config
 Cache = KVCache | tuple[()]
 
 
-def forward(params: Params, tokens: Tensor, config: Config, mesh: Mesh | None = None) -> Tensor:
+def forward(
+    params: Params, tokens: Tensor, config: Config, mesh: Mesh | None = None, *, ops: Ops | None = None
+) -> Tensor:
     """Logits of every position: tokens int64 [B, T] -> float32 [B, T, V], without a cache.
 
     Pure: works under torch.func.grad, vmap and torch.no_grad alike. On a mesh of several ranks `params` are this rank's
     (`load` or `shard` with the same mesh), every rank calls with the same tokens and gets all logits; no gradients
-    there. Raises ValueError for tokens of another shape or dtype or outside of the vocabulary.
+    there. `ops` are the fastest for the device unless given. Raises ValueError for tokens of another shape or dtype or
+    outside of the vocabulary.
     """
     mesh = mesh or ONE
     check_tokens(tokens, config)
     check_shard(params, config, mesh)
-    ops = select(sample_tensor(params).device)
+    ops = ops or select(sample_tensor(params).device)
     pos_BT = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     h = hidden_states(params, [Chunk(tokens, pos_BT, is_start=True)], (), config, ops, mesh).h_BTH
     return logits(params, h, config, ops, mesh)

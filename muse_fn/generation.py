@@ -1,6 +1,7 @@
 """The host's loop: prompts in, tokens out, one batch of sequences stepped together over a cache of their own."""
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -8,15 +9,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
+from muse_fn.batch import Batch, Runner, blocks_needed, leave, open_batch, read, step, view_of
+from muse_fn.kernels.select import Ops
+from muse_fn.kvcache.blocks import NoRoom, admit, extend, fill
 from muse_fn.load import Model
-from muse_fn.params.tree import sample_tensor
 from muse_fn.sample import Draw, Sampling, draws, log_probability, sample
 from muse_fn.sharding.mesh import ONE, Mesh
-from muse_fn.step import decode, prefill
+from muse_fn.step import prefill
 from muse_fn.stops import StopWatch
 
-CHUNK = 512  # prompt tokens read per step
 SCORE_CHUNK = 256  # positions whose vocabulary logits exist at once
 BLOCK = 16
 
@@ -36,6 +37,11 @@ class Settings:
     stop_tokens: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
     cap: int | None = None
+    chunk: int = 512  # prompt tokens read in one step
+    block_size: int = 16  # positions of a block of the cache
+    num_blocks: int | None = None  # size of the cache; None: room for all prompts at once
+    reuse: bool = True  # equal beginnings of prompts are read once
+    ops: Ops | None = None  # None: the fastest operations for the device
 
 
 class Token(NamedTuple):
@@ -54,10 +60,10 @@ class Output(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A running sequence: its last token, how many it may still make, and what would stop it."""
+    """A sequence: all its tokens, how many it may still make, and what would stop it."""
 
     row: int
-    token: int
+    tokens: tuple[int, ...]
     left: int
     stops: StopWatch
 
@@ -97,64 +103,70 @@ def stream(
     watch = StopWatch(_stop_tokens(model, settings), settings.stop, model.tokenizer)
     if not prompts:
         return
-    longest = max(len(p) + n for p, n in zip(prompts, budgets, strict=True))
-    device = sample_tensor(model.params).device
-    table = own_blocks(model.config, len(prompts), longest, BLOCK, device=str(device))
-    dtype = sample_tensor(model.params).dtype
-    kv = init_cache(model.config, 1 + table.numel(), BLOCK, dtype=dtype, device=str(device), mesh=mesh)
+    runner = Runner(model.params, model.config, mesh or ONE, settings.chunk, settings.ops)
+    batch = open_batch(runner, _num_blocks(model, prompts, budgets, settings), settings.block_size)
     rules = _Rules(
-        draws([settings.sampling] * len(prompts), model.config.vocab_size, device),
-        allowed_ids(model, device),
+        draws([settings.sampling] * len(prompts), model.config.vocab_size, runner.device),
+        allowed_ids(model, runner.device),
         settings.sampling.is_filtered,
-        mesh or ONE,
+        runner.mesh,
     )
-
+    waiting = deque(_Row(n, tuple(p), budgets[n], watch) for n, p in enumerate(prompts))
     running: list[_Row] = []
-    for row, prompt in enumerate(prompts):
-        logits, kv = _read_prompt(model, prompt, table[:, row : row + 1], kv, rules.mesh)
-        event, state = _choose([_Row(row, -1, budgets[row], watch)], logits, [len(prompt)], rules)
-        yield from event
-        running += state
-    lengths = [len(p) for p in prompts]
-    while running:
-        rows = [r.row for r in running]
-        past = torch.tensor([lengths[r] for r in rows], device=device)
-        view = View(table[:, rows], past, torch.ones_like(past))
-        tokens = _column([r.token for r in running], device)
-        logits, kv = decode(model.params, tokens, kv, view, model.config, mesh, gathered=False)
-        for r in rows:
-            lengths[r] += 1
-        events, running = _choose(running, logits[:, 0], [lengths[r] for r in rows], rules)
+    while waiting or running:
+        while waiting:
+            row = waiting[0]
+            logits, batch = read(runner, batch, row.row, row.tokens, reuse=settings.reuse)
+            if isinstance(logits, NoRoom):
+                break
+            waiting.popleft()
+            events, going, batch = _choose([row], logits, batch, rules)
+            yield from events
+            running += going
+        if not running:
+            continue
+        logits, batch = step(runner, batch, [r.row for r in running], [r.tokens[-1] for r in running])
+        if isinstance(logits, NoRoom):  # the youngest makes room; what it has said is read again later
+            waiting.appendleft(running.pop())
+            batch = leave(batch, waiting[0].row)
+            continue
+        events, running, batch = _choose(running, logits, batch, rules)
         yield from events
 
 
-def _read_prompt(model: Model, prompt: Sequence[int], table: Tensor, kv: KVCache, mesh: Mesh) -> tuple[Tensor, KVCache]:
-    """Logits [1, V], or this rank's share of them, after the whole prompt."""
-    logits = torch.empty(0)
-    for start in range(0, len(prompt), CHUNK):
-        tokens = torch.tensor([prompt[start : start + CHUNK]], device=table.device)
-        past = torch.tensor([start], device=table.device)
-        view = View(table, past, torch.full_like(past, tokens.shape[1]))
-        logits, kv = prefill(model.params, tokens, kv, view, model.config, mesh, gathered=False)
-    return logits, kv
+def _num_blocks(model: Model, prompts: Sequence[Sequence[int]], budgets: list[int], settings: Settings) -> int:
+    """Room for all sequences at once, or what is asked for, if that holds the longest of them."""
+    lengths = [len(p) + n for p, n in zip(prompts, budgets, strict=True)]
+    each = [blocks_needed(model.config, n, settings.chunk, settings.block_size) for n in lengths]
+    if settings.num_blocks is None:
+        return 1 + sum(each)
+    if settings.num_blocks < 1 + max(each):
+        raise ValueError(
+            f"num_blocks is {settings.num_blocks}: the longest prompt needs {1 + max(each)}, block 0 included"
+        )
+    return settings.num_blocks
 
 
-def _choose(rows: list[_Row], logits_BV: Tensor, positions: list[int], rules: _Rules) -> tuple[list[Token], list[_Row]]:
-    """The next token of every row as an event, and the rows that go on."""
+def _choose(rows: list[_Row], logits_BV: Tensor, batch: Batch, rules: _Rules) -> tuple[list[Token], list[_Row], Batch]:
+    """The next token of every row as an event, the rows that go on, and the batch without the others."""
     mine = Draw(*(part[[r.row for r in rows]] for part in rules.draw))
-    pos = torch.tensor(positions, device=logits_BV.device)
+    pos = torch.tensor([len(r.tokens) for r in rows], device=logits_BV.device)
     chosen = sample(logits_BV, mine, pos, allowed_V=rules.allowed_V, filtered=rules.is_filtered, mesh=rules.mesh)
     events: list[Token] = []
     going: list[_Row] = []
     for r, token in zip(rows, chosen.tolist(), strict=True):
         if token < 0:  # a row that is not finite is an error, never an answer; its neighbours go on
             events.append(Token(r.row, token, "error"))
+            batch = leave(batch, r.row, trusted=False)
             continue
         stopped, stops = r.stops.push(token)
         finish: Finish | None = "stop" if stopped else "length" if r.left == 1 else None
         events.append(Token(r.row, token, finish))
-        going += [_Row(r.row, token, r.left - 1, stops)] if finish is None else []
-    return events, going
+        if finish is None:
+            going.append(_Row(r.row, (*r.tokens, token), r.left - 1, stops))
+        else:
+            batch = leave(batch, r.row)
+    return events, going, batch
 
 
 def allowed_ids(model: Model, device: torch.device) -> Tensor | None:
@@ -165,10 +177,6 @@ def allowed_ids(model: Model, device: torch.device) -> Tensor | None:
         i < len(model.tokenizer) and model.tokenizer.bytes_of[i] is not None for i in range(model.config.vocab_size)
     ]
     return torch.tensor(known, device=device)
-
-
-def _column(tokens: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(tokens, device=device)[:, None]
 
 
 def _stop_tokens(model: Model, settings: Settings) -> tuple[int, ...]:
@@ -216,7 +224,7 @@ def check_ids(model: Model, ids: Sequence[int], what: str) -> None:
 
 
 @torch.inference_mode()
-def score(model: Model, ids: Sequence[int], mesh: Mesh | None = None) -> list[float | None]:
+def score(model: Model, ids: Sequence[int], mesh: Mesh | None = None, *, ops: Ops | None = None) -> list[float | None]:
     """Log-probability (natural) of every token given those before it; None for the first, which has none before it.
 
     Vocabulary logits exist for at most SCORE_CHUNK positions at a time. Raises ValueError as `generate` does.
@@ -224,19 +232,23 @@ def score(model: Model, ids: Sequence[int], mesh: Mesh | None = None) -> list[fl
     check_ids(model, ids, "ids")
     if len(ids) > model.config.max_positions:
         raise ValueError(f"ids has {len(ids)} tokens: the limit is {model.config.max_positions}")
-    device = sample_tensor(model.params).device
-    table = own_blocks(model.config, 1, len(ids), BLOCK, device=str(device))
-    kv = init_cache(
-        model.config, 1 + table.numel(), BLOCK, dtype=sample_tensor(model.params).dtype, device=str(device), mesh=mesh
-    )
+    runner = Runner(model.params, model.config, mesh or ONE, SCORE_CHUNK, ops)
+    batch = open_batch(runner, 1 + blocks_needed(model.config, len(ids), SCORE_CHUNK, BLOCK), BLOCK)
+    pool, _ = admit(batch.pool, 0, ids)
+    kv = batch.kv
     found: list[float | None] = [None]
     for start in range(0, len(ids) - 1, SCORE_CHUNK):
-        tokens = torch.tensor([ids[start : start + SCORE_CHUNK]], device=device)
-        targets = torch.tensor(ids[start + 1 : start + 1 + SCORE_CHUNK], device=device)
-        past = torch.tensor([start], device=device)
-        view = View(table, past, torch.full_like(past, tokens.shape[1]))
-        logits, kv = prefill(model.params, tokens, kv, view, model.config, mesh, all_logits=True, gathered=False)
-        found += log_probability(logits[0, : len(targets)], targets, mesh or ONE).tolist()
+        chunk = ids[start : start + SCORE_CHUNK]
+        targets = torch.tensor(ids[start + 1 : start + 1 + SCORE_CHUNK], device=runner.device)
+        wider = extend(pool, 0, start + len(chunk))
+        assert not isinstance(wider, NoRoom), "room for all was made"
+        view = view_of(wider, [0], [start], len(chunk), runner.device)
+        tokens = torch.tensor([chunk], device=runner.device)
+        logits, kv = prefill(
+            model.params, tokens, kv, view, model.config, mesh, all_logits=True, gathered=False, ops=ops
+        )
+        pool = fill(wider, 0, start + len(chunk))
+        found += log_probability(logits[0, : len(targets)], targets, runner.mesh).tolist()
     if any(value is not None and not math.isfinite(value) for value in found):
         place = next(i for i, value in enumerate(found) if value is not None and not math.isfinite(value))
         raise ValueError(f"the model gives token {place} a log-probability that is not finite: are its weights?")

@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from muse_fn.kernels.packed import logical_shape
-from muse_fn.kernels.select import Ops
+from muse_fn.kernels.select import REFERENCE, Ops
 from muse_fn.norms import centred_norm, input_scaled_norm
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Dense, Experts, MoE, Router
@@ -25,10 +24,10 @@ class Routes(NamedTuple):
     weight_TR: Tensor  # float32, sums to routed_scaling_factor
 
 
-def route(p: Router, m_TH: Tensor, config: Config) -> Routes:
+def route(p: Router, m_TH: Tensor, config: Config, ops: Ops = REFERENCE) -> Routes:
     """Sigmoid scores in float32; the bias takes part in the choice and not in the weights."""
-    logits = F.linear(m_TH.float(), p.weight) * config.output_multiplier
-    scores = torch.sigmoid(logits)
+    logits = ops.linear(m_TH.float(), p.weight) * config.output_multiplier
+    scores = ops.sigmoid(logits)
     idx = torch.topk(scores + p.bias, config.top_k, dim=-1, sorted=False).indices
     weight = scores.gather(-1, idx)
     weight = weight / (weight.sum(-1, keepdim=True) + ROUTE_EPS) * config.routed_scaling_factor
@@ -65,7 +64,7 @@ def rows_of_routes(p: Experts, u_TM: Tensor, idx_TR: Tensor, ops: Ops, mesh: Mes
 
 def moe(p: MoE, m_TH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE) -> tuple[Tensor, Tensor]:
     """The mixture of experts on normed tokens: [T, H] -> [T, H], and the experts each token took, [T, R]."""
-    routes = route(p.router, m_TH, config)
+    routes = route(p.router, m_TH, config, ops)
     rows = rows_of_routes(p.experts, squeeze(p, m_TH, config, ops, mesh), routes.idx_TR, ops, mesh)
     out = ops.linear(blend(rows, routes, p.experts.norm, config), p.expand)
     return gather(out, mesh, rules_of(mesh).get("expanded", ())), routes.idx_TR
@@ -73,7 +72,7 @@ def moe(p: MoE, m_TH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE) -> tup
 
 def dense(p: Dense, m_TH: Tensor, ops: Ops, mesh: Mesh = ONE) -> Tensor:
     """The gated MLP of a layer without experts: [T, H] -> [T, H]."""
-    out = ops.linear(F.silu(ops.linear(m_TH, p.gate)) * ops.linear(m_TH, p.up), p.down)
+    out = ops.linear(ops.silu(ops.linear(m_TH, p.gate)) * ops.linear(m_TH, p.up), p.down)
     return psum(out.float(), mesh, STAGE)
 
 

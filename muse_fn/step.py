@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.decoder import Chunk, check_tokens, hidden_states, logits
-from muse_fn.kernels.select import select
+from muse_fn.kernels.select import Ops, select
 from muse_fn.kvcache.cache import KVCache, View, blocks_for, check_alive, consume, locate, step_positions
 from muse_fn.kvcache.layout import Layout, layout_of
 from muse_fn.params.config import Config
@@ -27,6 +27,7 @@ def prefill(
     all_logits: bool = False,
     gathered: bool = True,
     microbatches: int | None = None,
+    ops: Ops | None = None,
 ) -> tuple[Tensor, KVCache]:
     """Reads a chunk of each prompt into the cache. Consumes `kv`.
 
@@ -36,17 +37,18 @@ def prefill(
 
     On a mesh every rank calls with the same arguments but its own `params` and `kv`; `gathered=False` returns its share
     of the vocabulary only. Pipeline stages work on `microbatches` pieces of the chunk at once (default: as many as
-    there are stages). Raises ValueError for a step that does not fit its blocks.
+    there are stages). `ops` are the fastest for the device unless given. Raises ValueError for a step that does not fit
+    its blocks.
     """
     check_share(params, kv, config, mesh or ONE)
     check_step(tokens, kv, view, config, at_least=0 if all_logits else 1)
     is_start = not view.past_B.any()
-    found = run(params, tokens, kv, view, config, mesh, microbatches=microbatches, is_start=is_start)
+    found = run(params, tokens, kv, view, config, mesh, microbatches=microbatches, is_start=is_start, ops=ops)
     h = found.h_BTH
     if not all_logits:
         last = (view.count_B - 1).view(-1, 1, 1).expand(-1, 1, h.shape[-1])
         h = h.gather(1, last).squeeze(1)
-    return logits(params, h, config, select(h.device), mesh or ONE, gathered=gathered), found.kv
+    return logits(params, h, config, ops or select(h.device), mesh or ONE, gathered=gathered), found.kv
 
 
 def decode(
@@ -58,6 +60,7 @@ def decode(
     mesh: Mesh | None = None,
     *,
     gathered: bool = True,
+    ops: Ops | None = None,
 ) -> tuple[Tensor, KVCache]:
     """One step of running sequences, each with T >= 1 new tokens: int64 [B, T] -> float32 [B, T, V]. Consumes `kv`.
 
@@ -65,8 +68,9 @@ def decode(
     """
     check_share(params, kv, config, mesh or ONE)
     check_step(tokens, kv, view, config, at_least=0)
-    found = run(params, tokens, kv, view, config, mesh, microbatches=1)
-    return logits(params, found.h_BTH, config, select(found.h_BTH.device), mesh or ONE, gathered=gathered), found.kv
+    found = run(params, tokens, kv, view, config, mesh, microbatches=1, ops=ops)
+    ops = ops or select(found.h_BTH.device)
+    return logits(params, found.h_BTH, config, ops, mesh or ONE, gathered=gathered), found.kv
 
 
 def check_share(params: Params, kv: KVCache, config: Config, mesh: Mesh) -> None:
@@ -131,6 +135,7 @@ def run(
     *,
     microbatches: int | None = None,
     is_start: bool = False,
+    ops: Ops | None = None,
 ) -> Ran:
     """The layers on a step [B, T] whose fit has been checked. Consumes `kv`. `is_start` promises that the cache holds
     nothing of these sequences yet."""
@@ -141,7 +146,8 @@ def run(
         raise ValueError(f"microbatches is {microbatches}: must be at least 1")
     layout = layout_of(config, mesh)
     chunks = [_chunk(tokens, view, kv, ends, layout, is_start) for ends in _cuts(tokens.shape[1], pieces)]
-    h, out, routes = hidden_states(params, chunks, kv, config, select(sample_tensor(params).device), mesh)
+    ops = ops or select(sample_tensor(params).device)
+    h, out, routes = hidden_states(params, chunks, kv, config, ops, mesh)
     assert isinstance(out, KVCache)
     return Ran(h, out, routes)
 

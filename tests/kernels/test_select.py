@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from muse_fn.kernels import reference
-from muse_fn.kernels.select import EAGER, REFERENCE, Ops, select, under_vmap
+from muse_fn.kernels.select import EAGER, REFERENCE, STATIC, Ops, select, under_vmap
 
 CPU = torch.device("cpu")
 OPERATIONS = [field.name for field in fields(Ops) if field.name != "why"]
@@ -54,11 +54,16 @@ def test_the_reference_is_the_reference() -> None:
     assert [getattr(REFERENCE, name) for name in OPERATIONS] == [getattr(reference, name) for name in OPERATIONS]
 
 
-@pytest.mark.parametrize("table", [REFERENCE, EAGER])
+@pytest.mark.parametrize("table", [REFERENCE, EAGER, STATIC])
 def test_every_form_has_the_contract_of_the_reference_and_a_reason(table: Ops) -> None:
     assert len(table.why.split()) >= 3
     for name in OPERATIONS:
         assert inspect.signature(getattr(table, name)) == inspect.signature(getattr(reference, name)), name
+
+
+def test_devices_of_captured_graphs_get_forms_without_sizes_that_depend_on_data() -> None:
+    assert select(torch.device("cuda")) is STATIC
+    assert select(CPU) is EAGER
 
 
 def test_tables_are_frozen() -> None:

@@ -1,5 +1,6 @@
 """The host's loop: the same answer alone and in a batch, stops, budgets, scores."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,11 @@ def test_seeds_differ_and_repeat(model: muse_fn.Model) -> None:
     assert answers[0] == answers[2] != answers[1]
 
 
-def test_long_prompts_are_read_in_chunks(model: muse_fn.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_read_in_chunks(model: muse_fn.Model) -> None:
     ids = list(range(40))
     whole = muse_fn.generate(model, [ids], settings(8))
-    monkeypatch.setattr("muse_fn.generation.CHUNK", 7)
-    assert muse_fn.generate(model, [ids], settings(8)) == whole
+    for chunk in (1, 7, 39, 40):
+        assert muse_fn.generate(model, [ids], replace(settings(8), chunk=chunk)) == whole
 
 
 def test_a_stop_token_ends_and_is_part_of_the_tokens(model: muse_fn.Model) -> None:
