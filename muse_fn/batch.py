@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.kernels.select import Ops
+from muse_fn.kvcache.arena import Blocks, carry_in, carry_out
 from muse_fn.kvcache.blocks import NoRoom, Pool, admit, discard, extend, fill, finish, new_pool, push, table
 from muse_fn.kvcache.cache import KVCache, View, blocks_for, init_cache
 from muse_fn.kvcache.layout import layout_of
@@ -109,6 +110,35 @@ def step(runner: Runner, batch: Batch, names: Sequence[int], tokens: Sequence[in
 def leave(batch: Batch, name: int, *, trusted: bool = True) -> Batch:
     """A sequence ends; its blocks stay as cache until they are needed. Not `trusted`: what it wrote is never used."""
     return batch._replace(pool=(finish if trusted else discard)(batch.pool, name))
+
+
+class Suspended(NamedTuple):
+    """A sequence that had to make room: what the cache held of it, on the host."""
+
+    filled: int  # positions
+    held_GN: Tensor  # bool: which entries of its tables had a block
+    content: Blocks
+
+
+def suspend(batch: Batch, name: int) -> tuple[Suspended, Batch]:
+    """A sequence leaves, and what it had in the cache goes with it. Consumes `batch`."""
+    ids_GN = torch.from_numpy(table(batch.pool, name))
+    kept = Suspended(_filled(batch.pool, name), ids_GN > 0, carry_out(batch.kv, ids_GN[ids_GN > 0]))
+    return kept, leave(batch, name)
+
+
+def resume(batch: Batch, name: int, tokens: Sequence[int], kept: Suspended, salts: Salts = ()) -> tuple[bool, Batch]:
+    """The sequence is back where it was, in other blocks, without computing anything; False if there is no room.
+
+    `tokens` are all it has, read or not. Consumes `batch`.
+    """
+    pool, _ = admit(batch.pool, name, tokens, salts, reuse=False)
+    wider = extend(pool, name, kept.filled)
+    if isinstance(wider, NoRoom):
+        return False, batch
+    ids_GN = torch.from_numpy(table(wider, name))
+    kv = carry_in(batch.kv, ids_GN[kept.held_GN], kept.content)
+    return True, Batch(fill(wider, name, kept.filled), kv)
 
 
 def _filled(pool: Pool, name: int) -> int:

@@ -1,7 +1,6 @@
 """The host's loop: prompts in, tokens out, one batch of sequences stepped together over a cache of their own."""
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -9,7 +8,19 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.batch import Batch, Runner, blocks_needed, leave, open_batch, read, step, view_of
+from muse_fn.batch import (
+    Batch,
+    Runner,
+    Suspended,
+    blocks_needed,
+    leave,
+    open_batch,
+    read,
+    resume,
+    step,
+    suspend,
+    view_of,
+)
 from muse_fn.kernels.select import Ops
 from muse_fn.kvcache.blocks import NoRoom, admit, extend, fill
 from muse_fn.load import Model
@@ -41,6 +52,8 @@ class Settings:
     block_size: int = 16  # positions of a block of the cache
     num_blocks: int | None = None  # size of the cache; None: room for all prompts at once
     reuse: bool = True  # equal beginnings of prompts are read once
+    swap: bool = False  # a sequence that makes room keeps its part of the cache on the host, else it is read again
+    kv_dtype: torch.dtype | None = None  # how keys and values are stored; None: in the parameters' dtype
     ops: Ops | None = None  # None: the fastest operations for the device
 
 
@@ -104,34 +117,71 @@ def stream(
     if not prompts:
         return
     runner = Runner(model.params, model.config, mesh or ONE, settings.chunk, settings.ops)
-    batch = open_batch(runner, _num_blocks(model, prompts, budgets, settings), settings.block_size)
+    room = _num_blocks(model, prompts, budgets, settings)
     rules = _Rules(
         draws([settings.sampling] * len(prompts), model.config.vocab_size, runner.device),
         allowed_ids(model, runner.device),
         settings.sampling.is_filtered,
         runner.mesh,
     )
-    waiting = deque(_Row(n, tuple(p), budgets[n], watch) for n, p in enumerate(prompts))
-    running: list[_Row] = []
-    while waiting or running:
-        while waiting:
-            row = waiting[0]
-            logits, batch = read(runner, batch, row.row, row.tokens, reuse=settings.reuse)
-            if isinstance(logits, NoRoom):
-                break
-            waiting.popleft()
-            events, going, batch = _choose([row], logits, batch, rules)
-            yield from events
-            running += going
-        if not running:
-            continue
-        logits, batch = step(runner, batch, [r.row for r in running], [r.tokens[-1] for r in running])
-        if isinstance(logits, NoRoom):  # the youngest makes room; what it has said is read again later
-            waiting.appendleft(running.pop())
-            batch = leave(batch, waiting[0].row)
-            continue
-        events, running, batch = _choose(running, logits, batch, rules)
+    rows = tuple(_Row(n, tuple(p), budgets[n], watch) for n, p in enumerate(prompts))
+    state = _State(open_batch(runner, room, settings.block_size, dtype=settings.kv_dtype), rows, (), {}, False)
+    while state.waiting or state.running:
+        events, state, has_joined = _join(runner, state, rules, settings)
         yield from events
+        if not has_joined:
+            events, state = _advance(runner, state, rules, settings)
+            yield from events
+
+
+class _State(NamedTuple):
+    """Who waits and who runs."""
+
+    batch: Batch
+    waiting: tuple[_Row, ...]
+    running: tuple[_Row, ...]  # oldest first
+    kept: dict[int, Suspended]  # parts of the cache that waiting rows left with
+    is_full: bool  # somebody had to make room: nobody joins before somebody has finished
+
+
+def _join(runner: Runner, state: _State, rules: _Rules, settings: Settings) -> tuple[list[Token], _State, bool]:
+    """The first of those who wait runs, if there is room for it."""
+    if not state.waiting or (state.is_full and state.running):
+        return [], state, False
+    row, *waiting = state.waiting
+    if row.row in state.kept:
+        is_back, batch = resume(state.batch, row.row, row.tokens, state.kept[row.row])
+        events, going = [], [row]
+    else:
+        logits, batch = read(runner, state.batch, row.row, row.tokens, reuse=settings.reuse)
+        is_back = not isinstance(logits, NoRoom)
+        events, going, batch = (
+            _choose((row,), logits, batch, rules) if not isinstance(logits, NoRoom) else ([], [], batch)
+        )
+    if not is_back:
+        assert state.running, "there is room for one"
+        return [], state._replace(batch=batch), False
+    kept = {name: own for name, own in state.kept.items() if name != row.row}
+    return events, _State(batch, tuple(waiting), (*state.running, *going), kept, False), True
+
+
+def _advance(runner: Runner, state: _State, rules: _Rules, settings: Settings) -> tuple[list[Token], _State]:
+    """One token for each that runs, or the youngest makes room, to come back later."""
+    if not state.running:
+        return [], state
+    logits, batch = step(runner, state.batch, [r.row for r in state.running], [r.tokens[-1] for r in state.running])
+    if not isinstance(logits, NoRoom):
+        events, going, batch = _choose(state.running, logits, batch, rules)
+        is_full = state.is_full and all(event.finish is None for event in events)
+        return events, state._replace(batch=batch, running=tuple(going), is_full=is_full)
+    *running, youngest = state.running
+    kept = state.kept
+    if settings.swap:
+        own, batch = suspend(batch, youngest.row)
+        kept = {**kept, youngest.row: own}
+    else:
+        batch = leave(batch, youngest.row)
+    return [], _State(batch, (youngest, *state.waiting), tuple(running), kept, True)
 
 
 def _num_blocks(model: Model, prompts: Sequence[Sequence[int]], budgets: list[int], settings: Settings) -> int:
@@ -147,7 +197,9 @@ def _num_blocks(model: Model, prompts: Sequence[Sequence[int]], budgets: list[in
     return settings.num_blocks
 
 
-def _choose(rows: list[_Row], logits_BV: Tensor, batch: Batch, rules: _Rules) -> tuple[list[Token], list[_Row], Batch]:
+def _choose(
+    rows: Sequence[_Row], logits_BV: Tensor, batch: Batch, rules: _Rules
+) -> tuple[list[Token], list[_Row], Batch]:
     """The next token of every row as an event, the rows that go on, and the batch without the others."""
     mine = Draw(*(part[[r.row for r in rows]] for part in rules.draw))
     pos = torch.tensor([len(r.tokens) for r in rows], device=logits_BV.device)

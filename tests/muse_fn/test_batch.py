@@ -1,6 +1,7 @@
 """Sequences over one cache: whatever is shared, cut, freed, preempted or poisoned, every answer is its own."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,14 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import muse_fn
-from muse_fn.batch import Batch, Runner, blocks_needed, leave, open_batch, read, step
+from muse_fn.batch import Batch, Runner, blocks_needed, leave, open_batch, read, resume, step, suspend
 from muse_fn.generation import Output, Settings, generate
 from muse_fn.kernels.select import INVARIANT
 from muse_fn.kvcache.blocks import NoRoom, stats, table
 from muse_fn.kvcache.integrity import check_integrity
 from muse_fn.load import Model
 from muse_fn.sample import Sampling
-from tests.models import SEEDS, SMALL, close, configs, on_arrays, random_params, random_tokens
+from tests.models import SEEDS, SMALL, close, configs, copied, on_arrays, random_params, random_tokens
 
 TRIAL = replace(  # the reports' `tiny`
     SMALL, hidden_size=64, layers=6, heads=8, kv_heads=2, head_dim=8, window=8, experts=8, top_k=2, expert_size=32,
@@ -36,7 +37,7 @@ def poisoned(batch: Batch) -> Batch:
     used = {int(b) for name in pool.rows for b in table(pool, name).flatten() if b}
     cached = {block for block in pool.blocks if block not in used}
     free = torch.tensor([b for b in range(pool.num_blocks) if b not in used | cached])
-    return batch._replace(kv=on_arrays(lambda t: t.index_fill(0, free, torch.nan), kv))
+    return batch._replace(kv=on_arrays(lambda t: t.float().index_fill(0, free, torch.nan).to(t.dtype), kv))
 
 
 def take(logits: Tensor | NoRoom) -> Tensor:
@@ -89,6 +90,20 @@ def test_prefill_decode_and_forward_have_the_same_bits_when_asked(seed: int, dat
                 running = [n + 1 for n in running]
                 if max(running) == 20:
                     return
+
+
+def preemptions(model: Model, prompts: list[list[int]], room: int) -> int:
+    """How often a sequence had to make room."""
+    counted = 0
+
+    def counting(batch: Batch, name: int) -> object:
+        nonlocal counted
+        counted += 1
+        return suspend(batch, name)
+
+    with patch("muse_fn.generation.suspend", counting):
+        answers(model, prompts, max_new_tokens=30, num_blocks=room, chunk=64, swap=True)
+    return counted
 
 
 def answers(model: Model, prompts: list[list[int]], **changes: object) -> list[Output]:
@@ -150,7 +165,10 @@ def test_a_cache_too_small_for_all_gives_the_same_answers(model: Model, sampling
     assert free == alone
     least = 1 + blocks_needed(TRIAL, 29 + 30, 64, 4)
     for room in (least, least + 5, 2 * least):
-        assert answers(model, prompts, max_new_tokens=30, num_blocks=room, chunk=64, sampling=sampling) == alone
+        for swap in (False, True):
+            small = {"num_blocks": room, "chunk": 64, "sampling": sampling, "swap": swap}
+            assert answers(model, prompts, max_new_tokens=30, **small) == alone
+    assert preemptions(model, prompts, least) > 1, "there is something to be tested"
     with pytest.raises(ValueError, match=f"num_blocks is {least - 1}: the longest prompt needs {least}"):
         answers(model, prompts, max_new_tokens=30, num_blocks=least - 1, chunk=64)
 
@@ -206,3 +224,37 @@ def test_salts_of_different_kinds_never_meet(model: Model) -> None:
         for name, salt in enumerate(salts):
             _, batch = read(runner, batch, 10 + name, prompt, salt)
         assert stats(batch.pool).counts.hit == 16 * len(salts)
+
+
+@given(configs(), SEEDS, st.integers(1, 5), st.integers(1, 12), st.sampled_from([torch.float32, torch.float8_e4m3fn]))
+def test_a_sequence_carried_to_the_host_and_back_goes_on_as_if_nothing_had_been(
+    config: muse_fn.Config, seed: int, block: int, length: int, dtype: torch.dtype
+) -> None:
+    runner = Runner(random_params(config, seed), config, chunk=5)
+    tokens = random_tokens(config, seed, length + 4).tolist()
+    batch = open_batch(runner, 1 + 2 * blocks_needed(config, length + 4, 5, block), block, dtype=dtype)
+    with torch.no_grad():
+        _, batch = read(runner, batch, 0, tokens[:length])
+        _, batch = step(runner, batch, [0], tokens[length : length + 1])
+        stays, _ = step(runner, batch._replace(kv=copied(batch.kv)), [0], tokens[length + 1 : length + 2])
+        kept, batch = suspend(batch, 0)
+        _, batch = read(runner, batch, 1, tokens[::-1])
+        back, batch = resume(batch, 0, tokens[: length + 1], kept)
+        assert back
+        check_integrity(batch.pool)
+        found, batch = step(runner, poisoned(batch), [0], tokens[length + 1 : length + 2])
+        assert torch.equal(take(found), take(stays))
+
+
+def test_a_quantised_cache_answers_almost_alike(model: Model) -> None:
+    """e4m3 keeps 3 bits behind the first: logits move by its rounding, not by more."""
+    prompt = random_tokens(TRIAL, 0, 40).tolist()
+    runner = Runner(model.params, TRIAL)
+    found: dict[torch.dtype, Tensor] = {}
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+            logits, _ = read(replace(runner, chunk=7), open_batch(runner, 200, 4, dtype=dtype), 0, prompt)
+            found[dtype] = take(logits)
+    error = {dtype: (z - found[torch.float32]).pow(2).mean().sqrt().item() for dtype, z in found.items()}
+    assert 0 < error[torch.bfloat16] < 0.02
+    assert error[torch.bfloat16] < error[torch.float8_e4m3fn] < 0.3
