@@ -1,0 +1,50 @@
+"""Sizes that decode steps are captured for: a grid of batch sizes and of table widths."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Bucket(NamedTuple):
+    """The size of a captured step; a smaller one is padded to it."""
+
+    batch: int  # sequences
+    columns: int  # blocks of each sequence's table
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, {self.columns} columns"
+
+
+def sizes(maximum: int, thinning: int = 1) -> tuple[int, ...]:
+    """The maximum and the powers of two below it, ascending; of these only every `thinning`-th, from the largest down."""
+    powers = [1 << n for n in range((maximum - 1).bit_length())]
+    return (*reversed(powers[::-1][thinning - 1 :: thinning]), maximum)
+
+
+def buckets(max_batch: int, max_columns: int, most: int = 64) -> tuple[Bucket, ...]:
+    """Every size of batch with every width of table, largest first, so that each finds its memory in the one before.
+
+    Powers of two and the maximum; if those are more than `most`, widths are thinned out until they are not or only the
+    largest is left: a table too wide costs its attention only, a batch too large its experts too. Raises ValueError
+    for a maximum below 1.
+    """
+    problems = [
+        f"{name} is {value}: must be at least 1"
+        for name, value in (("max_batch", max_batch), ("max_columns", max_columns), ("most", most))
+        if value < 1
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+    batches, thinning = sizes(max_batch), 1
+    while len(batches) * len(widths := sizes(max_columns, thinning)) > most and len(widths) > 1:
+        thinning += 1
+    return tuple(Bucket(b, c) for b in reversed(batches) for c in reversed(widths))
+
+
+def smallest(among: Iterable[Bucket], batch: int, columns: int) -> Bucket:
+    """The bucket with the least work that holds this size. Raises ValueError if none does."""
+    known = list(among)
+    fitting = [b for b in known if b.batch >= batch and b.columns >= columns]
+    if not fitting:
+        largest = max(known, default=None)
+        raise ValueError(f"{Bucket(batch, columns)} fits no captured step: the largest is {largest}")
+    return min(fitting, key=lambda b: (b.batch * b.columns, b.batch))

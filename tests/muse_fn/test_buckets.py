@@ -1,0 +1,59 @@
+"""Buckets: few, every size finds one, and what is padded is bounded."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muse_fn.buckets import Bucket, buckets, sizes, smallest
+
+MAXIMA = st.integers(1, 20_000)
+
+
+@given(MAXIMA, st.integers(1, 5))
+def test_sizes_are_powers_of_two_and_the_maximum(maximum: int, thinning: int) -> None:
+    found = sizes(maximum, thinning)
+    assert found[-1] == maximum
+    assert list(found) == sorted(set(found))
+    assert all(n & (n - 1) == 0 for n in found[:-1])
+    assert all(larger <= smaller << thinning for smaller, larger in zip(found, found[1:], strict=False))
+    if thinning == 1:
+        assert found[0] == 1
+
+
+@given(st.integers(1, 600), MAXIMA, st.integers(1, 80))
+def test_there_are_few_and_the_largest_comes_first(max_batch: int, max_columns: int, most: int) -> None:
+    found = buckets(max_batch, max_columns, most)
+    assert len(found) == len(set(found)) <= max(most, max_batch.bit_length() + 1)
+    assert found[0] == Bucket(max_batch, max_columns)
+    assert all(a.batch > b.batch or (a.batch == b.batch and a.columns > b.columns) for a, b in zip(found, found[1:]))  # noqa: B905
+
+
+@given(st.integers(1, 300), st.integers(1, 3000), st.data())
+def test_every_size_fits_and_none_smaller_would_do(max_batch: int, max_columns: int, data: st.DataObject) -> None:
+    known = buckets(max_batch, max_columns)
+    batch, columns = data.draw(st.integers(1, max_batch)), data.draw(st.integers(1, max_columns))
+    found = smallest(known, batch, columns)
+    assert batch <= found.batch < max(2 * batch, 2)
+    assert columns <= found.columns
+    for other in known:
+        if other.batch >= batch and other.columns >= columns:
+            assert found.batch <= other.batch
+            assert found.columns <= other.columns
+
+
+def test_by_hand() -> None:
+    assert sizes(1) == (1,)
+    assert sizes(6) == (1, 2, 4, 6)
+    assert sizes(8) == (1, 2, 4, 8)
+    assert sizes(64, 2) == (1, 4, 16, 64)
+    assert sizes(100, 2) == (2, 8, 32, 100)
+    assert buckets(2, 3) == ((2, 3), (2, 2), (2, 1), (1, 3), (1, 2), (1, 1))
+    assert str(Bucket(8, 64)) == "batch 8, 64 columns"
+    assert len(buckets(256, 8192)) <= 64
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_batch is 0: must be at least 1\nmax_columns is -1"):
+        buckets(0, -1)
+    with pytest.raises(ValueError, match="batch 3, 9 columns fits no captured step: the largest is batch 4, 8 columns"):
+        smallest(buckets(4, 8), 3, 9)
