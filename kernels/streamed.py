@@ -7,7 +7,7 @@ can hold it.
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.reference import rows_of, visible
+from muse_fn.kernels.reference import rows_of
 
 WORKSPACE = 64 << 20  # bytes that all tensors of one tile take together, whatever the context length
 QUERIES = 64  # rows of a tile of queries; more read the context fewer times, and leave fewer keys to a tile
@@ -56,6 +56,15 @@ def tile_sizes(shape: tuple[int, ...], kv_heads: int, block: int) -> tuple[int, 
     return b, t, max(1, keys(b, t) // block)
 
 
+def _hidden(q_pos_BT: Tensor, k_pos_BS: Tensor, window: int, group: int) -> Tensor:
+    """bool [B, 1, group * T, S]: the opposite of reference.visible in as few passes as it takes."""
+    i = q_pos_BT.int().repeat(1, group).unsqueeze(-1)
+    nowhere = torch.iinfo(torch.int32).max  # an empty place lies behind every query
+    j = torch.where(k_pos_BS < 0, nowhere, k_pos_BS).int().unsqueeze(1)
+    hidden = j > i
+    return (hidden | (j <= i - window) if window else hidden).unsqueeze(1)
+
+
 Context = tuple[Tensor, Tensor, Tensor, Tensor]  # K and V arenas, blocks [B, C], positions [B, S]
 
 
@@ -71,8 +80,7 @@ def _tile(q_BTND: Tensor, q_pos_BT: Tensor, context: Context, window: int, colum
     for start in range(0, blocks_BC.shape[1], columns):
         blocks, pos = blocks_BC[:, start : start + columns], k_pos_BS[:, start * block : (start + columns) * block]
         k, v = (rows_of(arena, blocks, pos, torch.float32).transpose(1, 2) for arena in (k_arena, v_arena))
-        seen = visible(q_pos_BT, pos, window).unsqueeze(1).repeat(1, heads // kv_heads, 1, 1).flatten(1, 2).unsqueeze(1)
-        scores = (q @ k.mT).masked_fill_(~seen, -torch.inf)
+        scores = (q @ k.mT).masked_fill_(_hidden(q_pos_BT, pos, window, heads // kv_heads), -torch.inf)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         p = scores.sub_(higher).exp_()
         shrink = (top - higher).exp()

@@ -1,6 +1,6 @@
 """Sequences over one cache: the pool says which blocks, the steps fill them, and both go together as one value."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,12 +64,19 @@ def blocks_needed(config: Config, positions: int, chunk: int, block_size: int) -
 
 
 def read(
-    runner: Runner, batch: Batch, name: int, tokens: Sequence[int], salts: Salts = (), *, reuse: bool = True
+    runner: Runner,
+    batch: Batch,
+    name: int,
+    tokens: Sequence[int],
+    salts: Salts = (),
+    *,
+    reuse: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Tensor | NoRoom, Batch]:
     """A sequence joins: its tokens are read in chunks, but for those whose blocks the cache has already.
 
     Returns logits [1, V] (on a mesh this rank's share) after the last token; or NoRoom, and the sequence is not in the
-    batch. Consumes `batch`.
+    batch. `progress` is told how many tokens are read, of how many. Consumes `batch`.
     """
     pool, past = admit(batch.pool, name, tokens, salts, reuse=reuse)
     kv, logits = batch.kv, torch.empty(0)
@@ -83,6 +90,8 @@ def read(
         chunk = torch.tensor([tokens[past:stop]], device=runner.device)
         logits, kv = prefill(runner.params, chunk, kv, view, runner.config, runner.mesh, gathered=False, ops=runner.ops)
         pool, past = fill(pool, name, stop), stop
+        if progress:
+            progress(past, len(tokens))
     return logits, Batch(pool, kv)
 
 

@@ -1,0 +1,84 @@
+"""Decode attention over long contexts with one of eight ranks' geometry, against the device's own copy bandwidth.
+
+    python bench/decode_attention.py [--device cuda] [--context 1048576]
+
+16 query heads on 2 KV heads of 64; 16 global layers with arenas of their own, too large together for any cache of the
+device; blocks in random order. The floor is reading every key and value once. Prints Markdown: time, bytes, rate, ratio.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from muse_fn.kernels import reference, streamed
+from muse_fn.kernels.select import select
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 2, 64, 128
+
+
+def seconds(fn: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
+    """The best of several runs, the device waited for."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    fn()
+    best = float("inf")
+    for _ in range(repeats):
+        wait()
+        start = time.perf_counter()
+        fn()
+        wait()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def main() -> None:
+    """Runs and prints one table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--context", type=int, nargs="+", default=[2048, 131_072, 1_048_576])
+    parser.add_argument("--layers", type=int, default=16)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    copy = 2 * source.nbytes / seconds(lambda: source.clone(), device)
+    print(f"copy bandwidth {copy / 1e12:.3f} TB/s (read and written), torch {torch.__version__}, {args.device}\n")
+    print("| context | form | ms for all layers | GB read | TB/s | of copy bandwidth |\n|---|---|---|---|---|---|")
+    for context in args.context:
+        for name, spent, floor in rows(context, args.layers, device):
+            rate = floor / spent
+            told = f"{spent * 1e3:.2f} | {floor / 1e9:.2f} | {rate / 1e12:.3f} | {rate / copy:.1%}"
+            print(f"| {context:,} | {name} | {told} |")
+
+
+def rows(context: int, layers: int, device: torch.device) -> Iterator[tuple[str, float, float]]:
+    """Each form's name, seconds for all layers, and the bytes that it must read."""
+    columns, dtype = -(-context // BLOCK), torch.bfloat16
+    order = 1 + torch.randperm(columns, device=device)[None]
+    shape = (columns + 1, BLOCK, KV_HEADS, HEAD_DIM)
+    arenas = [tuple(torch.randn(shape, dtype=dtype, device=device) for _ in "kv") for _ in range(layers)]
+    q = torch.randn(1, 1, HEADS, HEAD_DIM, dtype=dtype, device=device)
+    places = order, torch.tensor([[context - 1]], device=device), torch.arange(columns * BLOCK, device=device)[None]
+    floor = 2 * layers * context * KV_HEADS * HEAD_DIM * dtype.itemsize
+    forms: dict[str, Callable[..., Tensor]] = {
+        "as selected": lambda *a: select(device).attend_blocks(*a, 0, False),
+        "streamed": lambda *a: streamed.attend_blocks(*a, 0),
+    }
+    if context <= 131_072:  # beyond, it gathers more than is sensible
+        forms["reference"] = lambda *a: reference.attend_blocks(*a, 0)
+
+    def run(form: Callable[..., Tensor]) -> list[Tensor]:
+        return [form(q, k, v, *places) for k, v in arenas]
+
+    for name, form in forms.items():
+        yield name, seconds(partial(run, form), device), floor
+
+
+if __name__ == "__main__":
+    main()
