@@ -3,7 +3,7 @@
     python bench/decode_attention.py [--device cuda] [--context 1048576]
 
 16 query heads on 2 KV heads of 64; 16 global layers with arenas of their own, too large together for any cache of the
-device; blocks in random order. The floor is reading every key and value once. Prints Markdown: time, bytes, rate, ratio.
+device; blocks in random order. The floor is reading every key and value once. Prints Markdown.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python bench/long_context.py [--device cuda] [--length 1040011] [--chunk 4096]
 
 The last logits are compared with the same step whose attention is computed in float64 over the same keys. Memory is
-what the device's allocator saw beyond parameters and arena. Prints Markdown. Random weights: nothing here is about language.
+what the device's allocator saw beyond parameters and arena. Prints Markdown. The weights are random.
 """
 
 import argparse

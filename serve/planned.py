@@ -140,7 +140,7 @@ def notes(plan: Plan) -> list[str]:
         f"Experts are drawn uniformly. A layer waits for the card with most of them ({'; '.join(sorted(kinds))}); "
         "a trained router is less even.",
         "One rate for all products of a dtype, whatever their shape; nothing overlaps with a collective.",
-        "The cache of this version keeps every token in every layer: for now the line without windows is what fits.",
+        "The cache rounds to blocks: a window takes up to two blocks more than its tokens in every sliding group.",
     ]
     if plan.setup.mesh.pp > 1:
         found.append(
