@@ -30,6 +30,8 @@ from muse_fn.kvcache.prefix import NO_SALT, ROOT, Index, Salts, by_block, enter,
 
 Name: TypeAlias = Hashable
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
+TICKS = 2**31 - 1  # ticks go round, in 1..TICKS; what is old enough to meet them again was tidied away long before
+SLACK = 1024  # stale entries of `Pool.left` beyond as many as there are cached blocks, until it is tidied
 MUTE = -1  # in place of a node: what this sequence fills does not enter the index
 
 
@@ -40,7 +42,7 @@ class Block(NamedTuple):
     group: int
     writer: Name  # the sequence that it was given to
     node: int = ROOT  # of the index; ROOT: not in it
-    since: int = 0  # the tick at which the last holder left; 0 while held
+    since: int = 0  # the tick at which the last holder left, from when on it is cached; 0 while held
 
 
 class Row(NamedTuple):
@@ -70,8 +72,9 @@ class Pool(NamedTuple):
     windows: tuple[int, ...]  # of each group, in tokens; 0: it keeps everything
     free: Ints  # a stack
     blocks: HashTrieMap[int, Block]  # those that are not free
-    cached: HashTrieMap[int, int]  # tick -> block that no sequence holds
-    oldest: int  # no cached block is from an earlier tick
+    cached: int  # how many of these no sequence holds
+    left: Ints  # block, tick, block, tick ... as last holders left; stale where the block says otherwise
+    past: int  # entries of it that are done with
     tick: int
     rows: HashTrieMap[Name, Row]
     prefixes: Index
@@ -110,7 +113,7 @@ def new_pool(num_blocks: int, block_size: int, windows: Sequence[int]) -> Pool:
         raise ValueError("; ".join(wrong))
     free = append(EMPTY, pack(np.arange(num_blocks - 1, 0, -1)))
     nothing: HashTrieMap[Any, Any] = HashTrieMap({})
-    return Pool(num_blocks, block_size, tuple(windows), free, nothing, nothing, 1, 1, nothing, Index(), Counts())
+    return Pool(num_blocks, block_size, tuple(windows), free, nothing, 0, EMPTY, 0, 1, nothing, Index(), Counts())
 
 
 def admit(
@@ -159,7 +162,7 @@ def extend(pool: Pool, name: Name, positions: int) -> Pool | NoRoom:
     more = -(-positions // pool.block_size) - size(row.tables[0])
     if more <= 0:
         return pool
-    missing = more * groups - size(pool.free) - len(pool.cached)
+    missing = more * groups - size(pool.free) - pool.cached
     if missing > 0:
         return NoRoom(missing)
     pool, given = _take(pool, more * groups)
@@ -240,8 +243,8 @@ def table(pool: Pool, name: Name) -> NDArray[np.int64]:
 
 def stats(pool: Pool) -> Stats:
     """How many blocks are in which state, and the totals."""
-    free, cached = size(pool.free), len(pool.cached)
-    return Stats(free, cached, pool.num_blocks - 1 - free - cached, pool.counts)
+    free = size(pool.free)
+    return Stats(free, pool.cached, pool.num_blocks - 1 - free - pool.cached, pool.counts)
 
 
 def _row(pool: Pool, name: Name) -> Row:
@@ -278,9 +281,9 @@ def _hold(pool: Pool, blocks: list[int]) -> Pool:
     """One holder more for each block."""
     changed, cached = dict[int, Block](), pool.cached
     for block in blocks:
-        old = pool.blocks[block]
-        cached = cached.discard(old.since)
-        changed[block] = Block(old.holders + 1, old.group, old.writer, old.node)
+        holders, group, writer, node, _ = pool.blocks[block]
+        changed[block] = Block(holders + 1, group, writer, node)
+        cached -= not holders
     return pool._replace(blocks=pool.blocks.update(changed), cached=cached)
 
 
@@ -288,50 +291,85 @@ def _drop(pool: Pool, blocks: list[int]) -> Pool:
     """One holder less for each block; without holders it is cached from now on, or free."""
     if not blocks:
         return pool
-    changed, tick, since, gone = dict[int, Block](), pool.tick, dict[int, int](), list[int]()
+    changed, tick, left, gone = dict[int, Block](), pool.tick, list[int](), list[int]()
     for block in blocks:
         holders, group, writer, node, _ = pool.blocks[block]
         if holders > 1:
             changed[block] = Block(holders - 1, group, writer, node)
         elif node:
-            changed[block], since[tick] = Block(0, group, writer, node, tick), block
-            tick += 1
+            changed[block] = Block(0, group, writer, node, tick)
+            left += (block, tick)
+            tick = tick % TICKS + 1
         else:
             gone.append(block)
-    left = pool.blocks.update(changed)
+    return _tidy(
+        pool._replace(
+            free=append(pool.free, pack(gone)),
+            blocks=_without(pool.blocks.update(changed), gone),
+            cached=pool.cached + len(left) // 2,
+            left=append(pool.left, pack(left)),
+            tick=tick,
+        )
+    )
+
+
+def _tidy(pool: Pool) -> Pool:
+    """The pool without stale entries of `left`, if they are the most of it: so none has to be passed over often."""
+    entries = size(pool.left) // 2
+    if entries - pool.past <= 2 * pool.cached + SLACK and pool.past <= entries // 2 + SLACK:
+        return pool
+    flat = unpack(part(pool.left, 2 * pool.past, 2 * entries))
+    kept = [pair for pair in zip(flat[::2], flat[1::2], strict=True) if _is_cached(pool.blocks, *pair)]
+    return pool._replace(left=append(EMPTY, pack([*chain.from_iterable(kept)])), past=0)
+
+
+def _is_cached(blocks: HashTrieMap[int, Block], block: int, tick: int) -> bool:
+    """Whether the block is cached since that tick."""
+    record = blocks.get(block)
+    return record is not None and record.since == tick
+
+
+def _without(blocks: HashTrieMap[int, Block], gone: list[int]) -> HashTrieMap[int, Block]:
     for block in gone:
-        left = left.remove(block)
-    return pool._replace(blocks=left, cached=pool.cached.update(since), tick=tick, free=append(pool.free, pack(gone)))
+        blocks = blocks.remove(block)
+    return blocks
 
 
 def _take(pool: Pool, wanted: int) -> tuple[Pool, list[int]]:
     """As many blocks, no longer anybody's: free ones, then the longest cached. There must be enough."""
-    left = max(0, size(pool.free) - wanted)
-    given = unpack(part(pool.free, left, size(pool.free)))[::-1]
-    blocks, cached, oldest, prefixes = pool.blocks, pool.cached, pool.oldest, pool.prefixes
-    evicted = wanted - len(given)
-    while len(given) < wanted:
-        block = cached.get(oldest)
-        if block is not None:
-            prefixes = forget(prefixes, blocks[block].node, blocks[block].group)
-            blocks, cached = blocks.remove(block), cached.remove(oldest)
-            given.append(block)
-        oldest += 1
-    counts = pool.counts._replace(evicted=pool.counts.evicted + evicted)
+    rest = max(0, size(pool.free) - wanted)
+    given, evicted = unpack(part(pool.free, rest, size(pool.free)))[::-1], list[int]()
+    past, prefixes = pool.past, pool.prefixes
+    while len(given) + len(evicted) < wanted:
+        block, tick = unpack(part(pool.left, 2 * past, 2 * past + 2))
+        if _is_cached(pool.blocks, block, tick):
+            prefixes = forget(prefixes, pool.blocks[block].node, pool.blocks[block].group)
+            evicted.append(block)
+        past += 1
+    asked, hit, before = pool.counts
     return pool._replace(
-        free=shorten(pool.free, left), blocks=blocks, cached=cached, oldest=oldest, prefixes=prefixes, counts=counts
-    ), given
+        free=shorten(pool.free, rest),
+        blocks=_without(pool.blocks, evicted),
+        cached=pool.cached - len(evicted),
+        past=past,
+        prefixes=prefixes,
+        counts=Counts(asked, hit, before + len(evicted)),
+    ), given + evicted
 
 
 def _unlist(pool: Pool, blocks: list[int]) -> Pool:
     """Blocks leave the index; those that no sequence holds become free."""
-    left, cached, prefixes, gone = pool.blocks, pool.cached, pool.prefixes, list[int]()
+    changed, prefixes, gone = dict[int, Block](), pool.prefixes, list[int]()
     for block in blocks:
-        old = left[block]
-        prefixes = forget(prefixes, old.node, old.group)
-        if old.holders:
-            left = left.insert(block, old._replace(node=ROOT))
+        holders, group, writer, node, _ = pool.blocks[block]
+        prefixes = forget(prefixes, node, group)
+        if holders:
+            changed[block] = Block(holders, group, writer)
         else:
-            left, cached = left.remove(block), cached.remove(old.since)
             gone.append(block)
-    return pool._replace(blocks=left, cached=cached, prefixes=prefixes, free=append(pool.free, pack(gone)))
+    return pool._replace(
+        free=append(pool.free, pack(gone)),
+        blocks=_without(pool.blocks.update(changed), gone),
+        cached=pool.cached - len(gone),
+        prefixes=prefixes,
+    )

@@ -25,12 +25,14 @@ def _states(pool: Pool) -> Iterator[str]:
     yield from (f"block {block} is free and not free" for block in sorted(known & {*free}))
     yield from (f"block {block} is lost" for block in sorted(every - known - {*free}))
     yield from (f"block {block} is not of this pool" for block in sorted((known | {*free}) - every))
-    idle = {record.since: block for block, record in pool.blocks.items() if not record.holders}
-    if idle != dict(pool.cached.items()):
-        yield f"cached blocks by tick are {dict(pool.cached.items())}, their records say {idle}"
-    yield from (
-        f"tick {at} is not in {pool.oldest}..{pool.tick - 1}" for at in idle if not pool.oldest <= at < pool.tick
-    )
+    idle = sorted((block, record.since) for block, record in pool.blocks.items() if not record.holders)
+    flat = _all(pool.left)[2 * pool.past :]
+    left = [*zip(flat[::2], flat[1::2], strict=True)]
+    for block, since in idle:
+        if left.count((block, since)) != 1:
+            yield f"block {block} is cached since {since}, which is {left.count((block, since))} times in the order"
+    if pool.cached != len(idle):
+        yield f"{len(idle)} blocks are cached, the pool says {pool.cached}"
     for block, record in sorted(pool.blocks.items()):
         if record.holders and record.since:
             yield f"block {block} is held and yet cached since {record.since}"

@@ -203,5 +203,5 @@ class Beside:
 def picture(pool: Pool) -> Any:
     """Everything that a pool shows, copied."""
     tables = {name: blocks.table(pool, name).tolist() for name in pool.rows}
-    known = (dict(pool.blocks.items()), dict(pool.cached.items()), dict(pool.prefixes.nodes.items()))
+    known = (dict(pool.blocks.items()), pool.left, dict(pool.prefixes.nodes.items()))
     return tables, known, pool.free, pool.num_blocks, blocks.stats(pool), dict(pool.rows.items())

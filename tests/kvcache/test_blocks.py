@@ -138,12 +138,14 @@ class Machine(RuleBasedStateMachine):
 
 
 class Colliding(Machine):
-    """The same with all digests equal."""
+    """The same with all digests equal, ticks that soon go round, and tidying all the time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(prefix, "digest", same)
+        self.patch.setattr(blocks, "TICKS", 97)
+        self.patch.setattr(blocks, "SLACK", 3)
 
     def teardown(self) -> None:
         super().teardown()

@@ -69,7 +69,7 @@ def renamed(pool: Pool) -> Pool:
 
 
 def cached(pool: Pool) -> int:
-    return max(pool.cached.values())
+    return max(block for block, record in pool.blocks.items() if not record.holders)
 
 
 DAMAGE: dict[str, Callable[[Pool], Pool]] = {
@@ -78,8 +78,9 @@ DAMAGE: dict[str, Callable[[Pool], Pool]] = {
     "is lost": lambda pool: pool._replace(free=append(EMPTY, pack(free(pool)[1:]))),
     "block 0 is not of this pool": lambda pool: pool._replace(free=append(pool.free, pack([0]))),
     "block 30 is not of this pool": lambda pool: pool._replace(free=append(pool.free, pack([30]))),
-    "cached blocks by tick": lambda pool: pool._replace(cached=pool.cached.remove(min(pool.cached))),
-    "is not in 1000..": lambda pool: pool._replace(oldest=1000),
+    "which is 0 times in the order": lambda pool: pool._replace(past=pool.past + 1),
+    "which is 2 times in the order": lambda pool: pool._replace(left=append(pool.left, pool.left.tail[:8])),
+    "blocks are cached, the pool says 99": lambda pool: pool._replace(cached=99),
     "yet cached since 5": lambda pool: block(pool, used(pool), since=5),
     "not in the index, and yet not free": lambda pool: block(pool, cached(pool), node=0),
     "is not of group 0": lambda pool: block(pool, used(pool), group=1),
@@ -121,7 +122,7 @@ def test_damage_is_found(problem: str) -> None:
 
 
 def test_all_problems_are_told() -> None:
-    pool = block(busy()._replace(oldest=1000), used(busy()), holders=7)
+    pool = block(busy()._replace(cached=99), used(busy()), holders=7)
     with pytest.raises(AssertionError, match=r"its record says 7") as error:
         check_integrity(pool)
-    assert "is not in 1000.." in str(error.value)
+    assert "the pool says 99" in str(error.value)
