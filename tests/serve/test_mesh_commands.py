@@ -126,7 +126,7 @@ def no_process(*args: object, **more: object) -> None:
     [
         (
             ("generate", "x", "--mesh", "ep=3,tp=4"),
-            "no mesh of 12 ranks fits; the largest smaller ones are ep=2,tp=4; ep=4",
+            "no ep and tp of 12 ranks fit; the largest smaller ones are ep=2,tp=4; ep=4",
         ),
         (("score", "x", "--mesh", "ep=16"), "ep is 16: experts is 8, so ep must be 1, 2, 4 or 8"),
         (("generate", "x", "--mesh", "pp=7"), "the model has 6 layers, so pp must be 1 to 6"),
@@ -192,6 +192,19 @@ def test_under_torchrun_the_first_rank_says_that_the_mesh_is_another(
     out, err = alone("generate", "x", "--json", *mesh, code=1)
     assert out == ""
     assert (told in err) if rank == "0" else (err == "")
+
+
+@pytest.mark.parametrize("mesh", [(), ("--mesh", "tp=2")])
+@pytest.mark.parametrize(("rank", "world"), [("0", "abc"), ("x", "2"), ("5", "2"), ("", "")])
+def test_an_environment_that_cannot_be_true_is_one_sentence(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, rank: str, world: str, mesh: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    out, err = alone("generate", "x", "--json", *mesh, code=1)
+    assert out == ""
+    assert err.startswith("error: this process cannot find the others by its environment")
+    assert "Traceback" not in err
 
 
 def test_the_help_names_the_mesh(alone: Any) -> None:
