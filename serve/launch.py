@@ -45,6 +45,7 @@ class Cause(NamedTuple):
     what: str  # follows "rank 3 of 8"
     trace: str = ""
     is_reported: bool = True
+    is_told: bool = True  # False: whoever read the answers has gone, and that is nobody's fault
 
 
 @dataclass
@@ -76,9 +77,9 @@ def launch(command: Sequence[str], ranks: int, *, quiet: bool = True) -> None:
     """Runs a command as that many ranks, and returns when all have ended well.
 
     Rank 0 has this process's standard output and error; of the others a failing one's last lines are shown if it
-    reports nothing. Draws the loading of each rank unless `quiet`. Raises RankError with the first cause; a signal
-    that ends this process is SystemExit with 128 + its number. In every case no rank is left, and none outlives
-    this process however it ends.
+    reports nothing. Draws the loading of each rank unless `quiet`. Raises RankError with the first cause. A signal
+    that ends this process is SystemExit with 128 + its number; that nobody reads the answers any more is SystemExit
+    with 1, as for one rank. In every case no rank is left, and none outlives this process however it ends.
     """
     crew: list[_Rank] = []
     cause: Cause | None = None
@@ -98,6 +99,8 @@ def launch(command: Sequence[str], ranks: int, *, quiet: bool = True) -> None:
         sys.exit(128 + asked[0])
     if cause is None:
         return
+    if not cause.is_told:
+        sys.exit(1)
     if cause.trace:
         err.print(cause.trace, markup=False, soft_wrap=True)
     raise RankError(f"rank {cause.rank} of {ranks}{cause.what}{words}")
@@ -210,7 +213,8 @@ def _read(member: _Rank, bars: Progress, task: TaskID) -> None:
                 member.is_loaded = True
             else:
                 told = f": {report['error']}"
-                member.causes.append(Cause(report["is_peer"], report["time"], member.rank, told, report["trace"]))
+                where = report["is_peer"], report["time"], member.rank
+                member.causes.append(Cause(*where, told, report["trace"], is_told=report["is_told"]))
     except (EOFError, OSError):
         member.lost = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):  # the line ends just before its process does

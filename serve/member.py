@@ -6,9 +6,12 @@ permission to begin, once all ranks have loaded. Its end means that the launcher
 
 import json
 import os
+import sys
 import threading
 import time
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -72,6 +75,7 @@ class Line:
                 "is_peer": isinstance(error, PeerError),
                 "time": time.monotonic(),
                 "trace": "" if expected else "".join(traceback.format_exception(error)),
+                "is_told": not isinstance(error, BrokenPipeError),
             }
         )
 
@@ -165,6 +169,19 @@ def needs_launch(mesh: Mesh) -> bool:
 def is_speaker(mesh: Mesh) -> bool:
     """Whether this process is the one that prints and writes what all ranks find."""
     return (group_place() or ALONE if mesh.link is None else mesh).rank == 0
+
+
+@contextmanager
+def speaking() -> Generator[None]:
+    """Prints what all ranks found. Of a reader that has gone, as `head` does, the launcher hears it here: the error
+    itself ends a command without a word."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        if (launcher := line()) is not None:
+            launcher.failed(error)
+        raise
 
 
 def open_headers(path: Path, mesh: Mesh, quantize: Quantize | None) -> Model:

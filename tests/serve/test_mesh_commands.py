@@ -117,6 +117,27 @@ def test_no_rank_outlives_a_killed_command() -> None:
         assert have_gone(ranks)
 
 
+@pytest.mark.parametrize("words", [("generate", "hi"), ("generate", "hi", "--json"), ("score", "hi")], ids=str)
+@pytest.mark.parametrize("mesh", [(), ("--mesh", "tp=2")], ids=str)
+def test_a_reader_that_has_gone_ends_the_command_without_a_word(words: tuple[str, ...], mesh: tuple[str, ...]) -> None:
+    with started(*MUSE, *words, *mesh) as command:
+        assert command.stdout
+        assert command.stderr
+        command.stdout.close()
+        assert command.stderr.read().replace("muse-fn · Built with Muse Spark Open", "").strip() == ""
+        assert command.wait() == 1
+
+
+def test_a_full_disk_is_one_error_that_names_the_file(alone: Any) -> None:
+    words = ("generate", "hi", "--max-new-tokens", "2", "--output", "/dev/full", "--json")
+    assert "error: --output /dev/full: No space left on device" in alone(*words, code=1)[1]
+    with started(*MUSE, *words, "--mesh", "tp=2") as command:
+        out, err = command.communicate()
+        assert (command.returncode, out) == (1, "")
+        assert err.endswith("error: rank 0 of 2: --output /dev/full: No space left on device\n")
+        assert err.count("error") == 1
+
+
 def no_process(*args: object, **more: object) -> None:
     raise AssertionError("a process was started")
 
@@ -139,6 +160,9 @@ def no_process(*args: object, **more: object) -> None:
         (("generate", "x", "y", "--mesh", "tp=2", "--max-new-tokens", "5000"), "prompt 1 has"),
         (("generate", "x", "--mesh", "tp=2", "--tools", "/dev/null"), "not JSON"),
         (("score", "--ids", "[99999]", "--mesh", "tp=2"), "id 99999 at 0"),
+        (("score", "--ids", str([1] * 5000), "--mesh", "tp=2"), "ids has 5000 tokens: the limit is"),
+        (("generate", "x", "--mesh", "tp=2", "--output", "/nowhere/x"), "--output /nowhere/x: cannot be written"),
+        (("generate", "x", "--mesh", "tp=2", "--output", "/"), "--output /: cannot be written"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_rank_is_started(
