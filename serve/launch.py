@@ -33,6 +33,14 @@ TICK = 0.1  # seconds between looks at processes that say nothing
 GRACE = 1.0  # seconds that a lost peer waits for a better reason
 MERCY = 3.0  # seconds between SIGTERM and SIGKILL
 LAST_LINES = 20
+# What a rank is before it is the command: on Linux the system kills it when its parent dies, even while it imports or
+# is stopped, when it could not notice by itself.
+TIED = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which survives exec
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -74,7 +82,7 @@ def launch_command(mesh: Mesh, quiet: bool) -> None:
 
 
 def launch(command: Sequence[str], ranks: int, *, quiet: bool = True) -> None:
-    """Runs a command as that many ranks, and returns when all have ended well.
+    """Runs a command, whose first word is a path, as that many ranks, and returns when all have ended well.
 
     Rank 0 has this process's standard output and error; of the others a failing one's last lines are shown if it
     reports nothing. Draws the loading of each rank unless `quiet`. Raises RankError with the first cause. A signal
@@ -151,12 +159,13 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _start(command: Sequence[str], rank: int, ranks: int, port: int) -> _Rank:
     ours, theirs = Pipe()
+    tied = [sys.executable, "-I", "-S", "-c", TIED, str(os.getpid())] if sys.platform == "linux" else []
     stderr = tempfile.TemporaryFile() if rank else None
     # A Ctrl-C reaches every process of the terminal. The ranks inherit that it is held back: this one ends them.
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
-            command,
+            [*tied, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if rank else None,
             stderr=stderr,
