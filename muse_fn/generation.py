@@ -275,15 +275,20 @@ def check_ids(model: Model, ids: Sequence[int], what: str) -> None:
             raise ValueError(f"{what} has id {token} at {place}: ids go from 0 to {model.config.vocab_size - 1}")
 
 
+def check_scored(model: Model, ids: Sequence[int]) -> None:
+    """Raises ValueError if these ids cannot be scored."""
+    check_ids(model, ids, "ids")
+    if len(ids) > model.config.max_positions:
+        raise ValueError(f"ids has {len(ids)} tokens: the limit is {model.config.max_positions}")
+
+
 @torch.inference_mode()
 def score(model: Model, ids: Sequence[int], mesh: Mesh | None = None, *, ops: Ops | None = None) -> list[float | None]:
     """Log-probability (natural) of every token given those before it; None for the first, which has none before it.
 
     Vocabulary logits exist for at most SCORE_CHUNK positions at a time. Raises ValueError as `generate` does.
     """
-    check_ids(model, ids, "ids")
-    if len(ids) > model.config.max_positions:
-        raise ValueError(f"ids has {len(ids)} tokens: the limit is {model.config.max_positions}")
+    check_scored(model, ids)
     runner = Runner(model.params, model.config, mesh or ONE, SCORE_CHUNK, ops)
     batch = open_batch(runner, 1 + blocks_needed(model.config, len(ids), SCORE_CHUNK, BLOCK), BLOCK)
     pool, _ = admit(batch.pool, 0, ids)

@@ -2,10 +2,12 @@
 
 import codecs
 import json
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,7 +17,7 @@ from muse_fn.load import Model
 from muse_fn.sample import Sampling
 from muse_fn.serve.answering import Answer, Request, answer_all, as_json, chat_request, needed_tokenizer
 from muse_fn.serve.launch import launch_command
-from muse_fn.serve.member import is_speaker, needs_launch, open_on_mesh
+from muse_fn.serve.member import is_speaker, needs_launch, open_on_mesh, speaking
 from muse_fn.serve.options import (
     CAP,
     Device,
@@ -80,6 +82,7 @@ def generate(
     if not lines:
         raise ValueError("nothing to answer: give a prompt or --file")
     declared = read_tools(tools)
+    check_writable(output)
     as_lines = as_lines or file is not None
     quiet = as_lines and output is None
     opened, place = open_on_mesh(mesh, model, device, dtype, quantize, quiet)
@@ -94,10 +97,20 @@ def generate(
         return
     answers = _in_order(opened, requests, settings, batch, place)
     if is_speaker(place):
-        _write(answers, lines, output, as_lines)
+        with speaking():
+            _write(answers, lines, output, as_lines)
     else:  # another rank writes them; each must run to the end
         deque(answers, maxlen=0)
     leave()
+
+
+def check_writable(output: Path | None) -> None:
+    """Raises ValueError, before anything is loaded, for a file that cannot be written."""
+    if output is None:
+        return
+    at = output if output.exists() else output.parent
+    if output.is_dir() or not os.access(at, os.W_OK) or not (output.exists() or at.is_dir()):
+        raise ValueError(f"--output {output}: cannot be written: must be a file in a folder that exists")
 
 
 def check_rereadable(*files: Path | None) -> None:
@@ -115,14 +128,22 @@ def _write(
         for i, answer in answers:
             line = json.dumps({"index": i, **as_json(answer)}, ensure_ascii=False)
             if sink:
-                print(line, file=sink, flush=True)
+                _append(line, sink)
             elif as_lines:
                 print(line, flush=True)
             if not as_lines:
                 _show(lines[i], answer)
     finally:
         if sink:
-            sink.close()
+            with suppress(OSError):  # of lines that could not be written `_append` has told
+                sink.close()
+
+
+def _append(line: str, sink: TextIO) -> None:
+    try:
+        print(line, file=sink, flush=True)
+    except OSError as error:
+        raise ValueError(f"--output {sink.name}: {error.strerror}") from error
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

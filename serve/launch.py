@@ -33,6 +33,14 @@ TICK = 0.1  # seconds between looks at processes that say nothing
 GRACE = 1.0  # seconds that a lost peer waits for a better reason
 MERCY = 3.0  # seconds between SIGTERM and SIGKILL
 LAST_LINES = 20
+# What a rank is before it is the command: on Linux the system kills it when its parent dies, even while it imports or
+# is stopped, when it could not notice by itself.
+TIED = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which survives exec
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -45,6 +53,7 @@ class Cause(NamedTuple):
     what: str  # follows "rank 3 of 8"
     trace: str = ""
     is_reported: bool = True
+    is_told: bool = True  # False: whoever read the answers has gone, and that is nobody's fault
 
 
 @dataclass
@@ -73,12 +82,12 @@ def launch_command(mesh: Mesh, quiet: bool) -> None:
 
 
 def launch(command: Sequence[str], ranks: int, *, quiet: bool = True) -> None:
-    """Runs a command as that many ranks, and returns when all have ended well.
+    """Runs a command, whose first word is a path, as that many ranks, and returns when all have ended well.
 
     Rank 0 has this process's standard output and error; of the others a failing one's last lines are shown if it
-    reports nothing. Draws the loading of each rank unless `quiet`. Raises RankError with the first cause; a signal
-    that ends this process is SystemExit with 128 + its number. In every case no rank is left, and none outlives
-    this process however it ends.
+    reports nothing. Draws the loading of each rank unless `quiet`. Raises RankError with the first cause. A signal
+    that ends this process is SystemExit with 128 + its number; that nobody reads the answers any more is SystemExit
+    with 1, as for one rank. In every case no rank is left, and none outlives this process however it ends.
     """
     crew: list[_Rank] = []
     cause: Cause | None = None
@@ -98,6 +107,8 @@ def launch(command: Sequence[str], ranks: int, *, quiet: bool = True) -> None:
         sys.exit(128 + asked[0])
     if cause is None:
         return
+    if not cause.is_told:
+        sys.exit(1)
     if cause.trace:
         err.print(cause.trace, markup=False, soft_wrap=True)
     raise RankError(f"rank {cause.rank} of {ranks}{cause.what}{words}")
@@ -148,12 +159,13 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _start(command: Sequence[str], rank: int, ranks: int, port: int) -> _Rank:
     ours, theirs = Pipe()
+    tied = [sys.executable, "-I", "-S", "-c", TIED, str(os.getpid())] if sys.platform == "linux" else []
     stderr = tempfile.TemporaryFile() if rank else None
     # A Ctrl-C reaches every process of the terminal. The ranks inherit that it is held back: this one ends them.
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
-            command,
+            [*tied, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if rank else None,
             stderr=stderr,
@@ -210,7 +222,8 @@ def _read(member: _Rank, bars: Progress, task: TaskID) -> None:
                 member.is_loaded = True
             else:
                 told = f": {report['error']}"
-                member.causes.append(Cause(report["is_peer"], report["time"], member.rank, told, report["trace"]))
+                where = report["is_peer"], report["time"], member.rank
+                member.causes.append(Cause(*where, told, report["trace"], is_told=report["is_told"]))
     except (EOFError, OSError):
         member.lost = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):  # the line ends just before its process does

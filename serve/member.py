@@ -6,9 +6,12 @@ permission to begin, once all ranks have loaded. Its end means that the launcher
 
 import json
 import os
+import sys
 import threading
 import time
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +35,7 @@ from muse_fn.serve.options import (
     open_model,
     show_banner,
 )
-from muse_fn.sharding.collectives import PeerError, in_process_group, join
+from muse_fn.sharding.collectives import ALONE, PeerError, Place, group_place, join
 from muse_fn.sharding.mesh import ONE, Mesh, MeshError, parse_mesh
 from muse_fn.sharding.rules import check_mesh, problems_of_mesh
 from muse_fn.tokenizer import load_tokenizer
@@ -72,6 +75,7 @@ class Line:
                 "is_peer": isinstance(error, PeerError),
                 "time": time.monotonic(),
                 "trace": "" if expected else "".join(traceback.format_exception(error)),
+                "is_told": not isinstance(error, BrokenPipeError),
             }
         )
 
@@ -111,13 +115,20 @@ def tell(error: Exception) -> bool:
         return True
     if not isinstance(error, EXPECTED):
         return False
-    rank, ranks = (int(os.environ[name]) if in_process_group() else at for name, at in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, ranks = _place_to_speak_from()
     if isinstance(error, MeshError) and rank > 0:  # every rank finds the same, and the first says it
         time.sleep(PAUSE)
         return True
     where = f"rank {rank} of {ranks}: " if ranks > 1 and not isinstance(error, MeshError) else ""
     err.print(f"error: {where}{error}", markup=False, style="red", soft_wrap=True)
     return True
+
+
+def _place_to_speak_from() -> Place:
+    try:
+        return group_place() or ALONE
+    except MeshError:  # that may be the very error to be told
+        return ALONE
 
 
 def open_on_mesh(
@@ -130,14 +141,14 @@ def open_on_mesh(
     a mesh that does not fit the model or the number of processes.
     """
     mesh = ONE if text is None else parse_mesh(text)
-    if not _is_one_of_several() and mesh.ranks == 1:
+    if (group_place() or ALONE).world == 1 and mesh.ranks == 1:
         return open_model(path, device, dtype, quantize, quiet), mesh
     launcher = line()
     if launcher is None:  # the launcher of this rank, if it has one, did all this
         if not quiet and is_speaker(mesh):
             show_banner()
         head = open_headers(path or EMBEDDED, mesh, quantize)
-        if not in_process_group():
+        if group_place() is None:
             check_cards(device, mesh)
             return head, mesh
     device = own_device(device)
@@ -150,10 +161,6 @@ def open_on_mesh(
     return model, mesh
 
 
-def _is_one_of_several() -> bool:
-    return in_process_group() and int(os.environ["WORLD_SIZE"]) > 1
-
-
 def needs_launch(mesh: Mesh) -> bool:
     """Whether the ranks of this mesh are yet to be started."""
     return mesh.ranks > 1 and mesh.link is None
@@ -161,7 +168,20 @@ def needs_launch(mesh: Mesh) -> bool:
 
 def is_speaker(mesh: Mesh) -> bool:
     """Whether this process is the one that prints and writes what all ranks find."""
-    return (int(os.environ["RANK"]) if in_process_group() and mesh.link is None else mesh.rank) == 0
+    return (group_place() or ALONE if mesh.link is None else mesh).rank == 0
+
+
+@contextmanager
+def speaking() -> Generator[None]:
+    """Prints what all ranks found. Of a reader that has gone, as `head` does, the launcher hears it here: the error
+    itself ends a command without a word."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        if (launcher := line()) is not None:
+            launcher.failed(error)
+        raise
 
 
 def open_headers(path: Path, mesh: Mesh, quantize: Quantize | None) -> Model:
@@ -179,7 +199,8 @@ def open_headers(path: Path, mesh: Mesh, quantize: Quantize | None) -> Model:
 
 def check_processes(config: Config, mesh: Mesh, blocks: dict[str, int]) -> None:
     """Raises MeshError if this process is one of another number than the mesh has ranks; lists those it has."""
-    world = int(os.environ["WORLD_SIZE"]) if in_process_group() else mesh.ranks
+    place = group_place()
+    world = mesh.ranks if place is None else place.world
     if world == mesh.ranks:
         return
     layouts = [Mesh(ep=ep, tp=world // ep) for ep in range(1, world + 1) if world % ep == 0]

@@ -1,5 +1,6 @@
 """Options that several commands share, and how a command opens its model."""
 
+import errno
 import json
 from enum import StrEnum
 from importlib.resources import files
@@ -18,7 +19,15 @@ from muse_fn.tokenizer import Json as TokenizerJson
 BANNER = "muse-fn · Built with Muse Spark Open"
 EMBEDDED = Path(str(files("muse_fn"))) / "nano"
 
-out = Console(highlight=False, soft_wrap=True, emoji=False)
+
+class _Answers(Console):
+    """Standard output. That its reader has gone is an error like any other: rich alone would end the process there."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, "nobody reads standard output")
+
+
+out = _Answers(highlight=False, soft_wrap=True, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, cast
 import typer
 from rich.table import Table
 
-from muse_fn.generation import check_ids
+from muse_fn.generation import check_scored
 from muse_fn.generation import score as score_ids
 from muse_fn.load import Model
 from muse_fn.serve.launch import launch_command
-from muse_fn.serve.member import is_speaker, needs_launch, open_on_mesh
+from muse_fn.serve.member import is_speaker, needs_launch, open_on_mesh, speaking
 from muse_fn.serve.options import (
     Device,
     Dtype,
@@ -45,17 +45,18 @@ def score(
     opened, place = open_on_mesh(mesh, model, device, dtype, quantize, quiet=as_json)
     tokens = encode(opened, text or "") if given is None else given
     if needs_launch(place):
-        check_ids(opened, tokens, "ids")
+        check_scored(opened, tokens)
         launch_command(place, quiet=as_json)
         return
     found = score_ids(opened, tokens, place)
     leave()
     if not is_speaker(place):
         return
-    if as_json:
-        print(json.dumps({"logprobs": found} | ({"ids": tokens} if given is None else {})))
-    else:
-        _show(opened, tokens, found)
+    with speaking():
+        if as_json:
+            print(json.dumps({"logprobs": found} | ({"ids": tokens} if given is None else {})))
+        else:
+            _show(opened, tokens, found)
 
 
 def parse_ids(text: str) -> list[int]:

@@ -8,13 +8,13 @@ Gradients do not pass through the ranks of a mesh.
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muse_fn.sharding.mesh import Axes, Link, Mesh, MeshError
+from muse_fn.sharding.mesh import MOST_RANKS, Axes, Link, Mesh, MeshError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
 # The operations themselves: their Python wrapper imports sympy at the first call and doubles the host's part of each.
@@ -117,22 +117,62 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def in_process_group() -> bool:
-    """Whether torchrun, or a launcher that does the same, started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+class Place(NamedTuple):
+    """Which of the processes that were started together this is."""
+
+    rank: int
+    world: int
+
+
+ALONE = Place(0, 1)
+
+
+def group_place() -> Place | None:
+    """What torchrun, or a launcher that does the same, says in RANK and WORLD_SIZE; None unless both are set.
+
+    Raises MeshError naming each that cannot be true: believing it would be waiting for ranks that never come.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    world = _number("WORLD_SIZE")
+    most = world if world and world <= MOST_RANKS else MOST_RANKS
+    _require(WORLD_SIZE=(1, MOST_RANKS), RANK=(0, most - 1))
+    return Place(_number("RANK") or 0, world or 1)
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+
+
+def _require(**ends: tuple[int, int]) -> None:
+    """Raises MeshError unless each variable is a whole number within its ends."""
+    problems: list[str] = []
+    for name, (low, high) in ends.items():
+        number = _number(name)
+        if number is None or not low <= number <= high:
+            found = f"is {os.environ[name]!r}" if name in os.environ else "is not set"
+            problems.append(f"{name} {found}: must be a whole number from {low} to {high}")
+    if problems:
+        raise MeshError("\n  ".join(["this process cannot find the others by its environment:", *problems]))
 
 
 def join(mesh: Mesh, device: str | torch.device = "cpu") -> Mesh:
     """This process's rank of the mesh, able to reach the others; every process that torchrun started calls it once.
 
-    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Raises MeshError if the number of processes is not the mesh's.
+    Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Raises MeshError if one of them is wrong or the number of
+    processes is not the mesh's.
     """
-    if not in_process_group():
+    place = group_place()
+    if place is None:
         raise MeshError(f"mesh {mesh}: RANK and WORLD_SIZE are not set: start {mesh.ranks} processes with torchrun")
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    rank, world = place
     if world != mesh.ranks:
         raise MeshError(f"mesh {mesh} has {mesh.ranks} ranks, and {world} processes were started: both must be equal")
     if not dist.is_initialized():
+        if not os.environ.get("MASTER_ADDR"):
+            raise MeshError("MASTER_ADDR is not set: must be the address of rank 0")
+        _require(MASTER_PORT=(1, 65_535))
         backend = BACKENDS[torch.device(device).type]
         try:
             dist.init_process_group(backend, rank=rank, world_size=world, timeout=TIMEOUT)

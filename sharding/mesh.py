@@ -67,6 +67,8 @@ class Mesh:
                 raise MeshError(f"mesh has {axis}={size!r}: must be a whole number from 1 to {MOST_RANKS}")
         if self.squeeze not in ("replicated", "split"):
             raise MeshError(f"mesh has squeeze={self.squeeze!r}: must be 'replicated' or 'split'")
+        if self.ranks > MOST_RANKS:
+            raise MeshError(f"mesh {self} has {self.ranks} ranks: must be at most {MOST_RANKS}")
         if not 0 <= self.rank < self.ranks:
             raise MeshError(f"mesh has rank={self.rank!r}: must be 0 to {self.ranks - 1}")
 

@@ -4,6 +4,7 @@ A layout is a table of words; a word that is not in it is whole on every rank.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from muse_fn.params.config import Config
@@ -61,26 +62,30 @@ def check_mesh(config: Config, mesh: Mesh, blocks: Mapping[str, int] | None = No
     problems = problems_of_mesh(config, mesh, blocks or {})
     if not problems:
         return
-    fitting = [str(m) for m in _same_ranks(mesh) if not problems_of_mesh(config, m, blocks or {})]
-    fewer = [n for n in range(mesh.size(STAGE) - 1, 0, -1) if any(_fits(config, m, blocks) for m in _layouts(n))]
-    allowed = f"with {mesh.ranks} ranks these fit: {'; '.join(fitting)}" if fitting else ""
-    if not fitting and fewer:
-        each = [str(m) for m in _layouts(fewer[0]) if _fits(config, m, blocks)]
-        allowed = f"no mesh of {mesh.ranks} ranks fits; the largest smaller ones are {'; '.join(each)}"
-    lines = [f"mesh {mesh} does not fit this model:", *problems, *([allowed] if allowed else [])]
+    lines = [f"mesh {mesh} does not fit this model:", *problems, *_allowed(config, mesh, blocks or {})]
     raise MeshError("\n  ".join(lines))
 
 
-def _fits(config: Config, mesh: Mesh, blocks: Mapping[str, int] | None) -> bool:
-    return not problems_of_mesh(config, mesh, blocks or {})
+def _allowed(config: Config, mesh: Mesh, blocks: Mapping[str, int]) -> list[str]:
+    """What would fit in place of this mesh, in a sentence: as many ranks in a stage, or else the most below that."""
+
+    def fitting(ranks: int) -> str:
+        return "; ".join(str(m) for m in _layouts(ranks, mesh) if not problems_of_mesh(config, m, blocks))
+
+    ranks = mesh.size(STAGE)
+    if same := fitting(ranks):
+        return [f"with {mesh.ranks} ranks these fit: {same}"]
+    # Heads are split over all ranks of a stage: other numbers cannot fit.
+    fewer = (found for n in reversed(_divisors(config.heads)) if n < ranks and (found := fitting(n)))
+    if most := next(fewer, ""):
+        return [f"no ep and tp of {ranks} ranks fit; the largest smaller ones are {most}"]
+    return []
 
 
-def _layouts(ranks: int) -> list[Mesh]:
-    return [Mesh(ep=ep, tp=ranks // ep) for ep in range(1, ranks + 1) if ranks % ep == 0]
-
-
-def _same_ranks(mesh: Mesh) -> list[Mesh]:
-    return [Mesh(ep=m.ep, tp=m.tp, pp=mesh.pp, squeeze=mesh.squeeze) for m in _layouts(mesh.size(STAGE))]
+def _layouts(ranks: int, like: Mesh) -> list[Mesh]:
+    """All ep and tp of that many ranks, other things being equal."""
+    eps = (ep for ep in range(1, ranks + 1) if ranks % ep == 0)
+    return [replace(like, ep=ep, tp=ranks // ep, rank=0, link=None) for ep in eps]
 
 
 def problems_of_mesh(config: Config, mesh: Mesh, blocks: Mapping[str, int]) -> list[str]:

@@ -105,14 +105,13 @@ class _Thread:
         self._room, self._rank = room, rank
 
     def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
-        given = self._exchange("all_sum", x, peers)
-        return _sum_in_order(given)
+        return self._exchange("all_sum", x, peers, _sum_in_order)
 
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
-        return torch.stack(self._exchange("all_gather", x, peers))
+        return self._exchange("all_gather", x, peers, torch.stack)
 
     def broadcast(self, x: Tensor, source: int, peers: tuple[int, ...]) -> Tensor:
-        return self._exchange(f"broadcast from {source}", x, peers)[peers.index(source)].clone()
+        return self._exchange(f"broadcast from {source}", x, peers, lambda given: given[peers.index(source)].clone())
 
     def pass_on(self, x: Tensor | None, to: int, into: Tensor | None, source: int) -> Tensor | None:
         if x is not None:
@@ -129,19 +128,24 @@ class _Thread:
             raise SequenceError(f"rank {self._rank} expects {_kind(into)} from rank {source}, got {_kind(found)}")
         return found
 
-    def _exchange(self, call: str, x: Tensor, peers: tuple[int, ...]) -> list[Tensor]:
+    def _exchange(
+        self, call: str, x: Tensor, peers: tuple[int, ...], combine: Callable[[list[Tensor]], Tensor]
+    ) -> Tensor:
         table = self._room.table(peers)
         try:
             table.given[self._rank] = f"{call} of {_kind(x)}", x
             table.barrier.wait()
             found = dict(table.given)
-            table.barrier.wait()  # none may lay down the next before all have read
+            calls = {rank: name for rank, (name, _) in found.items()}
+            same = len(set(calls.values())) == 1
+            made = combine([found[rank][1] for rank in peers]) if same else None
+            # None may go on before all have read: it would lay down the next, or write into what it gave.
+            table.barrier.wait()
         except threading.BrokenBarrierError as error:
             raise PeerError(f"rank {self._rank}, in {call}, lost one of ranks {peers}") from error
-        calls = {rank: name for rank, (name, _) in found.items()}
-        if len(set(calls.values())) > 1:
+        if made is None:
             raise SequenceError(f"ranks make different calls: {calls}")
-        return [found[rank][1] for rank in peers]
+        return made
 
 
 def _sum_in_order(given: list[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,32 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals, c
     finally:
         launcher.kill()
         launcher.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+@pytest.mark.parametrize("how", ["it is stopped", "it still imports"])
+def test_a_rank_that_cannot_notice_does_not_outlive_a_killed_launcher(tmp_path: Path, how: str) -> None:
+    rank = PLACE + NOTE + SLEEP  # has no line
+    program = (
+        f"import sys\nfrom muse_fn.serve.launch import launch\nlaunch([sys.executable, '-c', {rank!r}, sys.argv[1]], 2)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+    started: list[int] = []
+    try:
+        while launcher.poll() is None and len(list(tmp_path.glob("*.json"))) < 2:
+            time.sleep(0.01)
+        started = children(launcher.pid)
+        assert len(started) == 2
+        if how == "it is stopped":
+            os.kill(started[1], signal.SIGSTOP)
+        launcher.kill()
+        assert have_gone(started)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for pid in started:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 CAUSES = st.builds(Cause, st.booleans(), st.floats(0, 9), st.integers(0, 7), st.text())

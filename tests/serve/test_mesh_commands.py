@@ -117,6 +117,27 @@ def test_no_rank_outlives_a_killed_command() -> None:
         assert have_gone(ranks)
 
 
+@pytest.mark.parametrize("words", [("generate", "hi"), ("generate", "hi", "--json"), ("score", "hi")], ids=str)
+@pytest.mark.parametrize("mesh", [(), ("--mesh", "tp=2")], ids=str)
+def test_a_reader_that_has_gone_ends_the_command_without_a_word(words: tuple[str, ...], mesh: tuple[str, ...]) -> None:
+    with started(*MUSE, *words, *mesh) as command:
+        assert command.stdout
+        assert command.stderr
+        command.stdout.close()
+        assert command.stderr.read().replace("muse-fn · Built with Muse Spark Open", "").strip() == ""
+        assert command.wait() == 1
+
+
+def test_a_full_disk_is_one_error_that_names_the_file(alone: Any) -> None:
+    words = ("generate", "hi", "--max-new-tokens", "2", "--output", "/dev/full", "--json")
+    assert "error: --output /dev/full: No space left on device" in alone(*words, code=1)[1]
+    with started(*MUSE, *words, "--mesh", "tp=2") as command:
+        out, err = command.communicate()
+        assert (command.returncode, out) == (1, "")
+        assert err.endswith("error: rank 0 of 2: --output /dev/full: No space left on device\n")
+        assert err.count("error") == 1
+
+
 def no_process(*args: object, **more: object) -> None:
     raise AssertionError("a process was started")
 
@@ -126,7 +147,7 @@ def no_process(*args: object, **more: object) -> None:
     [
         (
             ("generate", "x", "--mesh", "ep=3,tp=4"),
-            "no mesh of 12 ranks fits; the largest smaller ones are ep=2,tp=4; ep=4",
+            "no ep and tp of 12 ranks fit; the largest smaller ones are ep=2,tp=4; ep=4",
         ),
         (("score", "x", "--mesh", "ep=16"), "ep is 16: experts is 8, so ep must be 1, 2, 4 or 8"),
         (("generate", "x", "--mesh", "pp=7"), "the model has 6 layers, so pp must be 1 to 6"),
@@ -139,6 +160,9 @@ def no_process(*args: object, **more: object) -> None:
         (("generate", "x", "y", "--mesh", "tp=2", "--max-new-tokens", "5000"), "prompt 1 has"),
         (("generate", "x", "--mesh", "tp=2", "--tools", "/dev/null"), "not JSON"),
         (("score", "--ids", "[99999]", "--mesh", "tp=2"), "id 99999 at 0"),
+        (("score", "--ids", str([1] * 5000), "--mesh", "tp=2"), "ids has 5000 tokens: the limit is"),
+        (("generate", "x", "--mesh", "tp=2", "--output", "/nowhere/x"), "--output /nowhere/x: cannot be written"),
+        (("generate", "x", "--mesh", "tp=2", "--output", "/"), "--output /: cannot be written"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_rank_is_started(
@@ -192,6 +216,19 @@ def test_under_torchrun_the_first_rank_says_that_the_mesh_is_another(
     out, err = alone("generate", "x", "--json", *mesh, code=1)
     assert out == ""
     assert (told in err) if rank == "0" else (err == "")
+
+
+@pytest.mark.parametrize("mesh", [(), ("--mesh", "tp=2")])
+@pytest.mark.parametrize(("rank", "world"), [("0", "abc"), ("x", "2"), ("5", "2"), ("", "")])
+def test_an_environment_that_cannot_be_true_is_one_sentence(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, rank: str, world: str, mesh: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    out, err = alone("generate", "x", "--json", *mesh, code=1)
+    assert out == ""
+    assert err.startswith("error: this process cannot find the others by its environment")
+    assert "Traceback" not in err
 
 
 def test_the_help_names_the_mesh(alone: Any) -> None:

@@ -56,5 +56,33 @@ def test_joining_needs_as_many_processes_as_ranks(
         join(Mesh(ep=2, tp=2))
 
 
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"WORLD_SIZE": "two"}, ["WORLD_SIZE is 'two': must be a whole number from 1 to 4096"]),
+        ({"WORLD_SIZE": "", "RANK": ""}, ["WORLD_SIZE is ''", "RANK is '': must be a whole number from 0 to 4095"]),
+        ({"WORLD_SIZE": "0"}, ["WORLD_SIZE is '0'"]),
+        ({"RANK": "2"}, ["RANK is '2': must be a whole number from 0 to 1"]),
+        ({"RANK": "-1"}, ["RANK is '-1'"]),
+        ({"RANK": "²"}, ["RANK is '²'"]),
+        ({"MASTER_PORT": "abc"}, ["MASTER_PORT is 'abc': must be a whole number from 1 to 65535"]),
+        ({"MASTER_PORT": None}, ["MASTER_PORT is not set"]),
+        ({"MASTER_PORT": "70000"}, ["MASTER_PORT is '70000'"]),
+        ({"MASTER_ADDR": None}, ["MASTER_ADDR is not set: must be the address of rank 0"]),
+    ],
+)
+def test_an_environment_that_cannot_be_true_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str | None], told: list[str]
+) -> None:
+    good = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**good, **variables}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError) as refused:
+        join(Mesh(tp=2))
+    assert all(text in str(refused.value) for text in told)
+
+
 def test_the_subsets_are_all_of_them() -> None:
     assert len(set(ranks.SUBSETS)) == 2 ** len(AXES) - 1

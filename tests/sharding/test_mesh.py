@@ -52,6 +52,7 @@ def test_a_mesh_is_written_as_it_is_read() -> None:
         ("ep=²", "'ep=²' is not understood"),
         ("ep=0", "ep=0: must be a whole number from 1 to"),
         ("ep=5000", "ep=5000: must be"),
+        ("pp=2,ep=64,tp=64", "mesh pp=2,ep=64,tp=64 has 8192 ranks: must be at most 4096"),
         ("squeeze=half", "must be 'replicated' or 'split'"),
     ],
 )

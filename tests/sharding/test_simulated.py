@@ -55,6 +55,27 @@ def test_no_rank_can_change_what_another_got() -> None:
         assert torch.equal(first, torch.full((3,), 1.0 + rank))
 
 
+def test_what_a_rank_gave_is_its_own_again_after_the_call() -> None:
+    """No reader may see what the giver writes into its tensor afterwards."""
+
+    def call(step: int, x: Tensor, m: Mesh) -> Tensor:
+        if step % 3 == 0:
+            return psum(x, m, ("tp",))
+        return stacked(x, m, ("tp",)).sum(0) if step % 3 == 1 else broadcast(x, m, ("tp",), 3)
+
+    def run(m: Mesh) -> list[Tensor]:
+        found: list[Tensor] = []
+        for step in range(150):
+            mine = torch.full((20_000,), float(m.rank))
+            found.append(call(step, mine, m))
+            mine.fill_(torch.nan)
+        return found
+
+    for found in simulate(Mesh(tp=4), run):
+        for step, x in enumerate(found):
+            assert torch.equal(x, torch.full_like(x, [6.0, 6.0, 3.0][step % 3])), step
+
+
 def test_the_callers_modes_are_the_ranks_modes() -> None:
     def modes(m: Mesh) -> tuple[bool, bool]:
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -1,5 +1,7 @@
 """Cutting a tree and joining it again, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -21,6 +23,7 @@ EIGHT = Config(
     vocab_size=64, hidden_size=16, intermediate_size=16, layers=3, heads=8, kv_heads=2, head_dim=4, latent_size=64,
     expert_size=128, experts=8, top_k=2, window=4, max_positions=64, bos_token_id=1, eos_token_id=(2,),
 )  # fmt: skip
+SMALL_EVEN = replace(EIGHT, heads=2, kv_heads=2, experts=2)
 
 
 @given(st.data(), st.sampled_from(MORE_MESHES), SEEDS)
@@ -81,7 +84,7 @@ def test_experts_that_do_not_divide_are_refused_with_the_sizes_that_do(ep: int) 
         check_mesh(EIGHT, Mesh(ep=ep))
     told = str(refused.value)
     assert f"ep is {ep}: experts is 8, so ep must be 1, 2, 4 or 8" in told
-    assert f"no mesh of {ep} ranks fits" in told
+    assert f"no ep and tp of {ep} ranks fit; the largest smaller ones are " in told
     assert "\n  " in told, "all problems are listed together"
     assert f"ep*tp is {ep}: heads is 8" in told
 
@@ -109,6 +112,16 @@ def test_meshes_that_fit_are_named() -> None:
         check_mesh(
             Config.from_json({**EIGHT.to_json(), "num_local_experts": 12, "moe_intermediate_size": 36}), Mesh(ep=8)
         )
+
+
+def test_what_is_named_keeps_the_stages_and_fits() -> None:
+    """3 ranks would fit as pp=3: only ep and tp are ruled out."""
+    with pytest.raises(MeshError, match=r"no ep and tp of 3 ranks fit; .* pp=2,ep=1,tp=2,squeeze=split; pp=2,ep=2,tp"):
+        check_mesh(SMALL_EVEN, Mesh(tp=3, pp=2, squeeze="split").at(4))
+    check_mesh(SMALL_EVEN, Mesh(ep=2, pp=2, squeeze="split"))
+    with pytest.raises(MeshError) as refused:
+        check_mesh(SMALL_EVEN, Mesh(tp=2, pp=50))
+    assert str(refused.value).splitlines()[1:] == ["  pp is 50: the model has 3 layers, so pp must be 1 to 3"]
 
 
 def test_shards_of_another_mesh_are_refused() -> None:
