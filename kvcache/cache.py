@@ -70,9 +70,7 @@ def bytes_per_block(config: Config, block_size: int, dtype: torch.dtype, mesh: M
 def check_alive(kv: KVCache) -> None:
     """Raises ValueError if the handle has been consumed."""
     if not kv.alive:
-        raise ValueError(
-            "this cache handle has been consumed by an earlier step: use the one it returned"
-        )
+        raise ValueError("this cache handle has been consumed by an earlier step: use the one it returned")
 
 
 def consume(kv: KVCache) -> KVCache:

@@ -65,7 +65,7 @@ FORBIDDEN: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "argwhere": (lambda x: torch.argwhere(x), SIZES),
     "where of one": (lambda x: torch.where(x > 0)[0], rf"aten.where.default cannot.*{SIZES}"),
     "masked_select": (lambda x: x.masked_select(x > 0), rf"aten.masked_select.default cannot.*{SIZES}"),
-    "argwhere": (torch.argwhere, SIZES),
+    "unique": (torch.unique, rf"_unique2.default cannot.*{SIZES}"),
     "bincount": (lambda x: x.long().abs().bincount(), rf"aten.bincount.default cannot.*{SIZES}"),
     "repeat": (lambda x: torch.repeat_interleave(x, x.long().abs()), rf"repeat_interleave.self_Tensor cannot.*{SIZES}"),
     "mask read": (lambda x: x[x > 0], rf"aten.index.Tensor selects by a mask: the {SIZES}"),
