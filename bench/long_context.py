@@ -61,12 +61,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--length", type=int, default=1_040_011)
     parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=2)
     args = parser.parse_args()
+    config = replace(CONFIG, heads=args.heads)
     device = torch.device(args.device)
-    params = map_tensors(lambda t: t.to(device), init_params(CONFIG, seed=1))
-    runner = Runner(params, CONFIG, chunk=args.chunk)
+    params = map_tensors(lambda t: t.to(device), init_params(config, seed=1))
+    runner = Runner(params, config, chunk=args.chunk)
     tokens = torch.randint(0, 64, (args.length + NEW,), generator=torch.Generator().manual_seed(0)).tolist()
-    blocks = 1 + blocks_needed(CONFIG, args.length + NEW, args.chunk, BLOCK)
+    blocks = 1 + blocks_needed(config, args.length + NEW, args.chunk, BLOCK)
     with torch.inference_mode():
         batch = open_batch(runner, blocks, BLOCK)
         before, started = peak(device), time.perf_counter()
@@ -95,8 +97,8 @@ def main() -> None:
         assert not isinstance(logits, NoRoom)
         assert not isinstance(other, NoRoom)
         error = (logits - other).abs().max().item()
-    layout = layout_of(CONFIG)
-    each = bytes_per_block(CONFIG, BLOCK, torch.float32)
+    layout = layout_of(config)
+    each = bytes_per_block(config, BLOCK, torch.float32)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rows = {
         "device": f"{name}, torch {torch.__version__}",
