@@ -23,6 +23,8 @@ def test_collectives_mean_what_they_say(axes: Axes) -> None:
         assert torch.equal(found, torch.stack([value(peer) for peer in groups[rank]]).sum(0))
     for rank, found in enumerate(simulate(CUBE, lambda m: gather(value(m.rank), m, axes))):
         assert torch.equal(found, torch.cat([value(peer) for peer in groups[rank]], -1))
+    for rank, found in enumerate(simulate(CUBE, lambda m: gather(value(m.rank), m, axes, 0))):
+        assert torch.equal(found, torch.cat([value(peer) for peer in groups[rank]], 0))
     for rank, found in enumerate(simulate(CUBE, lambda m: stacked(value(m.rank), m, axes))):
         assert torch.equal(found, torch.stack([value(peer) for peer in groups[rank]]))
     for rank, found in enumerate(simulate(CUBE, lambda m: broadcast(value(m.rank), m, axes, m.size(axes) - 1))):
