@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,65 +56,78 @@ def peak(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
+class Found(NamedTuple):
+    """What one run showed."""
+
+    prefill: float  # seconds
+    decode: float  # seconds a token
+    is_finite: bool
+    blocks: int  # held at the end of the prompt
+    extra: int  # bytes beyond parameters and arena
+    error: float  # of the last logits, against attention in float64
+    largest: float  # of these logits
+
+
+def run(config: Config, length: int, chunk: int, device: torch.device) -> Found:
+    """Reads the prompt, decodes NEW tokens, and does the last step once more in float64."""
+    params = map_tensors(lambda t: t.to(device), init_params(config, seed=1))
+    runner = Runner(params, config, chunk=chunk)
+    tokens = torch.randint(0, 64, (length + NEW,), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = open_batch(runner, 1 + blocks_needed(config, length + NEW, chunk, BLOCK), BLOCK)
+    before, started = peak(device), time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        # The work still to do grows with the square of the position.
+        spent = time.perf_counter() - started
+        left = spent * ((total / max(done, 1)) ** 2 - 1)
+        print(f"\rread {done:,} of {total:,}, {spent:.0f} s, about {left:.0f} s left ", end="", file=sys.stderr)
+
+    logits, batch = read(runner, batch, 0, tokens[:length], progress=progress)
+    assert not isinstance(logits, NoRoom)
+    is_finite = bool(logits.isfinite().all())  # waits for the device
+    prefill, held, started = time.perf_counter() - started, stats(batch.pool).used, time.perf_counter()
+    for at in range(length, length + NEW - 1):
+        logits, batch = step(runner, batch, [0], [tokens[at]])
+        assert not isinstance(logits, NoRoom)
+        is_finite &= bool(logits.isfinite().all())
+    decode, extra = (time.perf_counter() - started) / (NEW - 1), peak(device) - before
+    copy = KVCache(tuple(t.clone() for t in batch.kv.k), tuple(t.clone() for t in batch.kv.v), torch.tensor(True))
+    exact = replace(select(device), attend_blocks=float64_attention)
+    other, _ = step(replace(runner, ops=exact), batch._replace(kv=copy), [0], [tokens[-1]])
+    logits, _ = step(runner, batch, [0], [tokens[-1]])
+    assert not isinstance(logits, NoRoom)
+    assert not isinstance(other, NoRoom)
+    error, largest = (logits - other).abs().max().item(), other.abs().max().item()
+    return Found(prefill, decode, is_finite, held, extra, error, largest)
+
+
 def main() -> None:
     """Runs and prints one table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--length", type=int, default=1_040_011)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=2)
     args = parser.parse_args()
-    config = replace(CONFIG, heads=args.heads)
-    device = torch.device(args.device)
-    params = map_tensors(lambda t: t.to(device), init_params(config, seed=1))
-    runner = Runner(params, config, chunk=args.chunk)
-    tokens = torch.randint(0, 64, (args.length + NEW,), generator=torch.Generator().manual_seed(0)).tolist()
-    blocks = 1 + blocks_needed(config, args.length + NEW, args.chunk, BLOCK)
+    device, config = torch.device(args.device), replace(CONFIG, heads=args.heads)
     with torch.inference_mode():
-        batch = open_batch(runner, blocks, BLOCK)
-        before, started = peak(device), time.perf_counter()
-
-        def progress(done: int, total: int) -> None:
-            # The work still to do grows with the square of the position.
-            spent = time.perf_counter() - started
-            left = spent * ((total / max(done, 1)) ** 2 - 1)
-            print(f"\rread {done:,} of {total:,}, {spent:.0f} s, about {left:.0f} s left ", end="", file=sys.stderr)
-
-        logits, batch = read(runner, batch, 0, tokens[: args.length], progress=progress)
-        assert not isinstance(logits, NoRoom)
-        float(logits.sum())  # waits for the device
-        read_in, finite = time.perf_counter() - started, bool(logits.isfinite().all())
-        held = stats(batch.pool).used
-        started = time.perf_counter()
-        for at in range(args.length, args.length + NEW - 1):
-            logits, batch = step(runner, batch, [0], [tokens[at]])
-            assert not isinstance(logits, NoRoom)
-            finite &= bool(logits.isfinite().all())
-        decoded, extra = (time.perf_counter() - started) / (NEW - 1), peak(device) - before
-        copy = KVCache(*(tuple(t.clone() for t in side) for side in batch.kv[:2]), torch.tensor(True))
-        exact = replace(select(device), attend_blocks=float64_attention)
-        other, _ = step(replace(runner, ops=exact), batch._replace(kv=copy), [0], [tokens[-1]])
-        logits, _ = step(runner, batch, [0], [tokens[-1]])
-        assert not isinstance(logits, NoRoom)
-        assert not isinstance(other, NoRoom)
-        error = (logits - other).abs().max().item()
-    layout = layout_of(config)
-    each = bytes_per_block(config, BLOCK, torch.float32)
+        found = run(config, args.length, args.chunk, device)
+    layout, each = layout_of(config), bytes_per_block(config, BLOCK, torch.float32)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rows = {
         "device": f"{name}, torch {torch.__version__}",
         "prompt": f"{args.length:,} tokens by {args.chunk:,}; {layout.groups} groups over {layout.slots} slots",
-        "prefill": f"{read_in:.1f} s",
-        "decode": f"{decoded * 1e3:.1f} ms a token",
-        "all logits finite": str(finite),
-        "cache held": f"{held:,} blocks of {each:,} bytes: {held * each / args.length:.1f} bytes a token",
-        "memory beyond parameters and arena": f"{extra / 2**20:.1f} MiB" if extra else "not counted on this device",
-        "last logits against float64 attention": f"{error:.2e} at {other.abs().max().item():.2f}",
+        "prefill": f"{found.prefill:.1f} s",
+        "decode": f"{found.decode * 1e3:.1f} ms a token",
+        "all logits finite": str(found.is_finite),
+        "cache held": f"{found.blocks:,} blocks of {each:,} bytes, {found.blocks * each / args.length:.1f} a token",
+        "memory beyond parameters and arena": f"{found.extra / 2**20:.1f} MiB" if found.extra else "not counted here",
+        "last logits against float64 attention": f"{found.error:.2e} at {found.largest:.2f}",
     }
     print("\n| | |\n|---|---|")
     for key, value in rows.items():
         print(f"| {key} | {value} |")
-    if not finite or error > 1e-4 * max(1.0, other.abs().max().item()):
+    if not found.is_finite or found.error > 1e-4 * max(1.0, found.largest):
         sys.exit("not what it should be")
 
 

@@ -15,7 +15,7 @@ class Bucket(NamedTuple):
 
 
 def sizes(maximum: int, thinning: int = 1) -> tuple[int, ...]:
-    """The maximum and the powers of two below it, ascending; of these only every `thinning`-th, from the largest down."""
+    """The maximum and powers of two below it, ascending: every `thinning`-th of them, from the largest down."""
     powers = [1 << n for n in range((maximum - 1).bit_length())]
     return (*reversed(powers[::-1][thinning - 1 :: thinning]), maximum)
 

@@ -117,8 +117,10 @@ def _groups(params: Params, config: Config, layout: Layout) -> Iterator[Group]:
         for _, matrices in groupby(matrices_of(leaf, spelling), key=lambda matrix: matrix.expert):
             yield _group(leaf, list(matrices), values[leaf.path], form, dtype)
     if config.tie_word_embeddings:  # transformers never ties the head of this architecture and must find it
-        head = {"lm_head.weight": (layout.dtype, tuple(params.embed.shape))}
-        yield Group(head, lambda: iter([params.embed.to(DTYPES[layout.dtype])]))
+        embed = params.embed
+        assert isinstance(embed, Tensor), "every parameter was found"
+        head = {"lm_head.weight": (layout.dtype, tuple(embed.shape))}
+        yield Group(head, lambda: iter([embed.to(DTYPES[layout.dtype])]))
 
 
 def _group(leaf: Leaf, matrices: list[Matrix], weight: Weight, form: Format, dtype: str) -> Group:

@@ -47,7 +47,9 @@ def training_ops(doc_BT: Tensor, loads: list[Tensor]) -> Ops:
     """The operations of a packed batch: no token sees another conversation; expert loads are added to `loads`."""
     same = (doc_BT[:, :, None] == doc_BT[:, None, :]).unsqueeze(1)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, window: int, is_start: bool = False
+    ) -> Tensor:
         seen = same & reference.visible(q_pos[:1], k_pos[:1], window).unsqueeze(1)
         k, v = (x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (k, v))
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen).transpose(1, 2)
@@ -57,7 +59,9 @@ def training_ops(doc_BT: Tensor, loads: list[Tensor]) -> Ops:
         loads.append(F.one_hot(idx, gate_up.shape[0]).sum((0, 1)))
         return every_expert(u, idx, gate_up, cast("Tensor", down))
 
-    return Ops(reference.linear, attend, expert_rows, "training: packed rows, every expert computed")
+    return Ops(
+        reference.linear, attend, reference.attend_blocks, expert_rows, "training: packed rows, every expert computed"
+    )
 
 
 def every_expert(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Tensor, down_EMF: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def test_a_query_depends_on_what_it_sees(
         torch.nn.functional.pad(x[:, order], (0, 0, 0, 0, 2, 3), value=torch.nan).nan_to_num(9.0)
         for x in (keys, values)
     ]
-    assert torch.equal(invariant.attend(q, *shuffled, q_pos, empty, window), found)
+    assert torch.equal(invariant.attend(q, shuffled[0], shuffled[1], q_pos, empty, window), found)
     for t in range(length):
         first = max(0, past + t - window + 1) if window else 0
         seen = slice(first, past + t + 1)

@@ -1,5 +1,7 @@
 """Buckets: few, every size finds one, and what is padded is bounded."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ def test_sizes_are_powers_of_two_and_the_maximum(maximum: int, thinning: int) ->
     assert found[-1] == maximum
     assert list(found) == sorted(set(found))
     assert all(n & (n - 1) == 0 for n in found[:-1])
-    assert all(larger <= smaller << thinning for smaller, larger in zip(found, found[1:], strict=False))
+    assert all(larger <= smaller << thinning for smaller, larger in itertools.pairwise(found))
     if thinning == 1:
         assert found[0] == 1
 
@@ -25,7 +27,7 @@ def test_there_are_few_and_the_largest_comes_first(max_batch: int, max_columns: 
     found = buckets(max_batch, max_columns, most)
     assert len(found) == len(set(found)) <= max(most, max_batch.bit_length() + 1)
     assert found[0] == Bucket(max_batch, max_columns)
-    assert all(a.batch > b.batch or (a.batch == b.batch and a.columns > b.columns) for a, b in zip(found, found[1:]))  # noqa: B905
+    assert all((a.batch, a.columns) > (b.batch, b.columns) for a, b in itertools.pairwise(found))
 
 
 @given(st.integers(1, 300), st.integers(1, 3000), st.data())

@@ -56,6 +56,7 @@ def test_plain_tensors_take_the_dtype_asked_for(tmp_path: Path, stored: torch.dt
     edit_tensors(tmp_path, lambda t: t.update({n: v.to(stored) for n, v in t.items()}))
     raw = load_file(tmp_path / FILE)
     params = load(tmp_path, dtype=asked).params
+    assert isinstance(params.embed, Tensor)
     assert params.embed.dtype == (asked or stored)
     assert torch.equal(params.embed, raw["model.language_model.embed_tokens.weight"].to(asked or stored))
     layer = params.layers[2]
@@ -91,6 +92,7 @@ def test_a_parameter_that_is_one_stored_tensor_is_the_mapped_file(tmp_path: Path
     for path, weight in named(params).items():
         (tensor,) = tensors(weight)
         assert any(low <= tensor.data_ptr() < high for low, high in ranges), f"{path} was copied"
+    assert isinstance(params.embed, Tensor)
     params.embed.zero_()  # copy-on-write: the file must not follow
     assert (tmp_path / FILE).read_bytes() == before
 
