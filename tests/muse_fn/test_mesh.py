@@ -18,7 +18,7 @@ from muse_fn.kvcache.cache import View, init_cache, own_blocks
 from muse_fn.params.config import Config
 from muse_fn.params.tree import MoE, Params
 from muse_fn.sample import Sampling
-from muse_fn.sharding.mesh import Mesh
+from muse_fn.sharding.mesh import Link, Mesh
 from muse_fn.sharding.simulated import simulate
 from muse_fn.sharding.split import shard
 from muse_fn.step import advance, decode, prefill
@@ -203,3 +203,39 @@ def test_one_rank_needs_no_link() -> None:
     config = replace(muse_fn.load(NANO).config, vocab_size=24)
     params, tokens = random_params(config, 0), random_tokens(config, 0, 1, 3)
     assert torch.equal(forward(params, tokens, config, Mesh()), forward(params, tokens, config))
+
+
+class Watched:
+    """A rank's link that remembers the dtypes of what is summed, but for the rows of the embedding."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.sums: list[torch.dtype] = []
+
+    def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        self.sums.append(x.dtype)
+        return self.link.all_sum(x, peers)
+
+    def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        return self.link.all_gather(x, peers)
+
+    def broadcast(self, x: Tensor, source: int, peers: tuple[int, ...]) -> Tensor:
+        return self.link.broadcast(x, source, peers)
+
+    def pass_on(self, x: Tensor | None, to: int, into: Tensor | None, source: int) -> Tensor | None:
+        return self.link.pass_on(x, to, into, source)
+
+
+def test_partial_rows_of_a_bfloat16_model_are_summed_in_float32() -> None:
+    """Once for the embedding, whose rows are on one rank each, then twice a layer: attention, and experts or dense."""
+    config = replace(muse_fn.load(NANO).config, mlp_layer_types=("sparse", "dense") * 3)
+    params, tokens = random_params(config, 0, torch.bfloat16), random_tokens(config, 0, 1, 3)
+
+    def run(p: Params, m: Mesh) -> list[torch.dtype]:
+        assert m.link is not None
+        watched = Watched(m.link)
+        forward(p, tokens, config, m.at(m.rank, watched))
+        return watched.sums
+
+    for sums in on_ranks(params, config, Mesh(2, 2), run):
+        assert sums == [torch.bfloat16] + [torch.float32] * 12
