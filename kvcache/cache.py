@@ -58,7 +58,7 @@ def init_cache(
     shape = (num_blocks, block_size, local_kv_heads(config, mesh), config.head_dim)
     slots = range(layout_of(config, mesh).slots)
     k, v = ([torch.zeros(shape, dtype=dtype, device=device) for _ in slots] for _ in "kv")
-    return KVCache(tuple(k), tuple(v), torch.tensor(True))
+    return KVCache(tuple(k), tuple(v), _flag())
 
 
 def bytes_per_block(config: Config, block_size: int, dtype: torch.dtype, mesh: Mesh = ONE) -> int:
@@ -77,7 +77,12 @@ def consume(kv: KVCache) -> KVCache:
     """A new handle of the same arrays; the old one is dead. Raises ValueError if it was dead already."""
     check_alive(kv)
     kv.alive.fill_(False)
-    return kv._replace(alive=torch.tensor(True))
+    return kv._replace(alive=_flag())
+
+
+def _flag() -> Tensor:
+    with torch.inference_mode(False):  # a flag made there could not be lowered outside
+        return torch.tensor(True)
 
 
 def blocks_for(positions: int, block_size: int) -> int:

@@ -205,3 +205,15 @@ def test_own_blocks_are_distinct_and_never_block_0(batch: int, positions: int, b
 def test_step_positions_follow_the_past() -> None:
     view = View(own_blocks(SMALL, 2, 9, 4), torch.tensor([0, 5]), torch.tensor([2, 1]))
     assert step_positions(view, 3).tolist() == [[0, 1, 2], [5, 6, 7]]
+
+
+def test_handles_may_cross_the_border_of_inference_mode() -> None:
+    with torch.inference_mode():
+        kv = consume(init_cache(SMALL, 2, 4))
+    outside = consume(kv)
+    with torch.inference_mode():
+        inside = consume(outside)
+    check_alive(consume(inside))
+    for dead in (kv, outside, inside):
+        with pytest.raises(ValueError, match="consumed"):
+            check_alive(dead)
