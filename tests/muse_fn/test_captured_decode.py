@@ -304,11 +304,20 @@ def test_a_row_that_is_not_finite_fails_for_good_and_alone() -> None:
     assert found == [[-1, row[1]] for row in expected]
 
 
+def test_a_row_that_has_failed_stays_so_whatever_its_logits(small: tuple[DecodeSteps, Batch]) -> None:
+    steps, batch = small[0], fresh(small[1])
+    tokens, view, draw = part(batch, 2, 3)
+    feed, kv = steps(Feed(torch.tensor([[-1], [int(tokens[1, 0])]]), view, draw), batch.kv)
+    for _ in range(2):
+        assert [token < 0 for token in to_host(feed.tokens_B1).wait()] == [True, False]
+        feed, kv = steps(feed, kv)
+
+
 def test_a_row_without_a_block_for_its_position_becomes_padding() -> None:
     """Steps run ahead of the host: a row that has ended may be stepped further, and must harm nobody."""
     batch = prompted(SMALL, 0, [6, 3], 2, [Sampling(), Sampling()])  # two blocks each
     table = batch.view.table_GBN.clone()
-    table[:, 1, 1:] = 0  # of the second row the host has taken one back
+    table[-1, 1, 1:] = 0  # of the second row the host has taken one back, in one window group
     batch = batch._replace(view=batch.view._replace(table_GBN=table))
     before = copied(batch.kv)
     steps, batch = capture_for(batch, SMALL, [Bucket(2, 2)])
