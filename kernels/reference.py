@@ -20,6 +20,16 @@ def linear(x: Tensor, w: Weight) -> Tensor:
     return F.linear(x.to(w.dtype), w)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x), element by element."""
+    return torch.sigmoid(x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), element by element."""
+    return F.silu(x)
+
+
 def visible(q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
     """bool [B, T, S]: key j is seen from query i when 0 <= j <= i, and i - j < window unless window is 0."""
     i, j = q_pos_BT.unsqueeze(-1), k_pos_BS.unsqueeze(-2)

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, device
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
@@ -22,8 +20,8 @@ class Ops:
     attend_blocks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
     expert_rows: Callable[[Tensor, Tensor, Weight, Weight], Tensor]
     why: str
-    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
-    silu: Callable[[Tensor], Tensor] = F.silu
+    sigmoid: Callable[[Tensor], Tensor] = reference.sigmoid
+    silu: Callable[[Tensor], Tensor] = reference.silu
 
 
 REFERENCE = Ops(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from muse_fn.kernels import reference
-from muse_fn.kernels.select import EAGER, REFERENCE, STATIC, Ops, select, under_vmap
+from muse_fn.kernels.select import EAGER, INVARIANT, REFERENCE, STATIC, Ops, select, under_vmap
 
 CPU = torch.device("cpu")
 OPERATIONS = [field.name for field in fields(Ops) if field.name != "why"]
@@ -54,7 +54,7 @@ def test_the_reference_is_the_reference() -> None:
     assert [getattr(REFERENCE, name) for name in OPERATIONS] == [getattr(reference, name) for name in OPERATIONS]
 
 
-@pytest.mark.parametrize("table", [REFERENCE, EAGER, STATIC])
+@pytest.mark.parametrize("table", [REFERENCE, EAGER, STATIC, INVARIANT])
 def test_every_form_has_the_contract_of_the_reference_and_a_reason(table: Ops) -> None:
     assert len(table.why.split()) >= 3
     for name in OPERATIONS:
