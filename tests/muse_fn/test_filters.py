@@ -11,27 +11,30 @@ from muse_fn.sharding.mesh import Mesh
 from muse_fn.sharding.simulated import simulate
 from tests.models import SEEDS
 
-ROWS = st.integers(1, 5)
+ROWS = st.integers(1, 16)
 INF = float("inf")
 
 
 def values(seed: int, rows: int, vocab: int) -> Tensor:
     """Logits counted from the largest, many of them equal, some -inf, some so small that they weigh nothing."""
     draw = torch.Generator().manual_seed(seed)
-    x = torch.randint(-12, 12, (rows, vocab), generator=draw) / 2
+    levels = torch.randint(1, 13, (rows, 1), generator=draw)  # with few of them every limit falls between equals
+    x = torch.randint(-12, 12, (rows, vocab), generator=draw) % levels / 2
     x = torch.where(torch.rand(x.shape, generator=draw) < 0.1, -INF, x)
     x = torch.where(torch.rand(x.shape, generator=draw) < 0.1, x - 80, x)
-    x[:, seed % vocab] = 7.0
+    x[:, seed % vocab] = 7.0 - seed % 2
     return x - x.amax(-1, keepdim=True)
 
 
 def limits(seed: int, rows: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed + 1)
-    top_k = torch.randint(1, 2 * vocab, (rows,), generator=draw).clamp_max(vocab)
-    top_p = torch.where(torch.rand(rows, generator=draw) < 0.3, 1.0, torch.rand(rows, generator=draw) + 1e-3).clamp_max(
-        1
-    )
-    min_p = torch.where(torch.rand(rows, generator=draw) < 0.3, 0.0, torch.rand(rows, generator=draw))
+
+    def off() -> Tensor:  # half of each, so that one filter does not hide what another does
+        return torch.rand(rows, generator=draw) < 0.5
+
+    top_k = torch.randint(1, vocab + 1, (rows,), generator=draw).masked_fill(off(), vocab)
+    top_p = (torch.rand(rows, generator=draw) + 1e-3).clamp_max(1).masked_fill(off(), 1.0)
+    min_p = torch.rand(rows, generator=draw).pow(4).masked_fill(off(), 0.0)
     return top_k, top_p, min_p
 
 
@@ -63,6 +66,31 @@ def test_shares_of_the_vocabulary_keep_the_same(seed: int, rows: int, each: int,
     assert torch.equal(torch.cat(parts, -1), keep(x, *given_limits))
 
 
+def test_equals_on_several_ranks_are_kept_by_id() -> None:
+    """The fifth and sixth of six equals begin the third of four ranks; top_p cuts the same way as top_k."""
+    x = torch.tensor([[0.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -5.0]])
+    full, none = torch.tensor([8]), torch.tensor([1.0])
+    five = (1 + 4 * x[0, 1].exp()) / x.exp().sum() - 1e-4
+    for top_k, top_p in ((torch.tensor([5]), none), (full, five[None])):
+        for mesh in (Mesh(), Mesh(2, 2), Mesh(1, 2), Mesh(8, 1)):
+            each = 8 // mesh.ranks
+            parts = simulate(
+                mesh,
+                lambda m, k=top_k, p=top_p, n=each: keep(x[:, m.rank * n : (m.rank + 1) * n], k, p, torch.zeros(1), m),
+            )
+            assert torch.cat(parts, -1).isfinite()[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_long_tail_of_tiny_weights_counts() -> None:
+    """200 000 tokens of 4e-8 each are 0.8 % together, and top_p 0.995 ends among them."""
+    x = torch.full((1, 200_001), -17.0)
+    x[0, 7] = 0.0
+    tiny = x[0, 0].exp().double()
+    tail = (0.995 * (1 + 200_000 * tiny) - 1) / tiny
+    kept = keep(x, torch.tensor([200_001]), torch.tensor([0.995]), torch.zeros(1)).isfinite().sum() - 1
+    assert abs(kept - tail) < 1e-3 * tail
+
+
 def test_order_of_numbers_is_the_order_of_floats() -> None:
     floats = [-INF, -3.4e38, -1.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, 3.4e38, INF]
     rank = ordered(torch.tensor(floats))
@@ -74,7 +102,8 @@ def test_order_of_numbers_is_the_order_of_floats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "kept"), [(1, [0]), (4, [0]), (5, [0, 3]), (6, [0, 3, 1]), (8, [0, 3, 1, 2]), (99, [0, 3, 1, 2])]
+    ("limit", "kept"),
+    [(1, [0]), (4, [0]), (5, [0, 3]), (6, [0, 3, 1]), (7, [0, 3, 1]), (8, [0, 3, 1, 2]), (99, [0, 3, 1, 2])],
 )
 def test_within_counts_what_ranks_before(limit: int, kept: list[int]) -> None:
     rank, weight = torch.tensor([[9, 5, 5, 7]]), torch.tensor([[4, 2, 3, 1]])

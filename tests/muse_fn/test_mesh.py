@@ -22,7 +22,17 @@ from muse_fn.sharding.mesh import Link, Mesh
 from muse_fn.sharding.simulated import simulate
 from muse_fn.sharding.split import shard
 from muse_fn.step import advance, decode, prefill
-from tests.models import MESHES, MORE_MESHES, SEEDS, close, fitting_configs, on_arrays, random_params, random_tokens
+from tests.models import (
+    MESHES,
+    MORE_MESHES,
+    SEEDS,
+    SMALL,
+    close,
+    fitting_configs,
+    on_arrays,
+    random_params,
+    random_tokens,
+)
 
 NANO = Path(muse_fn.__file__).parent / "nano"
 Result = TypeVar("Result")
@@ -140,6 +150,34 @@ def test_scores_equal_one_rank(mesh: Mesh) -> None:
     for found in on_ranks(model.params, model.config, mesh, lambda p, m: score(model._replace(params=p), ids, m)):
         assert found[0] is None
         close(torch.tensor(found[1:]), expected, 1e-5)
+
+
+class Listening:
+    """A link that notes the dtype and width of every sum."""
+
+    def __init__(self, link: Link, heard: list[tuple[torch.dtype, int]]) -> None:
+        self._link, self._heard = link, heard
+        self.all_gather, self.broadcast, self.pass_on = link.all_gather, link.broadcast, link.pass_on
+
+    def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        self._heard.append((x.dtype, x.shape[-1]))
+        return self._link.all_sum(x, peers)
+
+
+def test_partial_products_are_summed_in_float32_whatever_the_weights() -> None:
+    """One sum per layer for attention, one for its experts' rows or its dense part; the embedding adds zeros only."""
+    config = replace(SMALL, vocab_size=62, latent_size=14, mlp_layer_types=("sparse", "dense", "sparse"))
+    params, tokens = random_params(config, 0, torch.bfloat16), random_tokens(config, 0, 1, 3)
+
+    def sums(p: Params, m: Mesh) -> list[tuple[torch.dtype, int]]:
+        assert m.link is not None
+        heard: list[tuple[torch.dtype, int]] = []
+        forward(p, tokens, config, m.at(m.rank, Listening(m.link, heard)))
+        return heard
+
+    for (first, _), *others in on_ranks(params, config, Mesh(tp=2), sums):
+        assert first == torch.bfloat16
+        assert others == [(torch.float32, width) for width in (16, 14, 16, 16, 16, 14)]
 
 
 def towards(params: Params, expert: int) -> Params:
