@@ -18,7 +18,7 @@ An event that fails raises or says so, and the pool that it was given is still t
 from __future__ import annotations  # the maps of rpds take type arguments only on paper
 
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -158,18 +158,27 @@ def push(pool: Pool, name: Name, tokens: Tokens) -> Pool:
 
 def extend(pool: Pool, name: Name, positions: int) -> Pool | NoRoom:
     """The sequence gets blocks in every group until its tables hold this many positions."""
-    row, groups = _row(pool, name), len(pool.windows)
+    row = _row(pool, name)
     more = -(-positions // pool.block_size) - size(row.tables[0])
-    if more <= 0:
-        return pool
-    missing = more * groups - size(pool.free) - pool.cached
-    if missing > 0:
-        return NoRoom(missing)
-    pool, given = _take(pool, more * groups)
-    shares = [given[group * more : (group + 1) * more] for group in range(groups)]
-    new = {block: Block(1, group, name) for group, share in enumerate(shares) for block in share}
-    tables = tuple(append(table, pack(share)) for table, share in zip(row.tables, shares, strict=True))
-    return _put(pool, name, row._replace(tables=tables))._replace(blocks=pool.blocks.update(new))
+    return _give(pool, name, row, [more] * len(pool.windows)) if more > 0 else pool
+
+
+def restore(
+    pool: Pool,
+    name: Name,
+    tokens: Tokens,
+    salts: Iterable[tuple[str, str | bytes] | tuple[str, str | bytes, int]] = (),
+) -> Pool | NoRoom:
+    """A sequence is back all of whose tokens were filled before, with blocks of its own for what it still sees of them.
+
+    The caller writes their content before anything else happens. A sliding group gets none for what has left its
+    window, so a sequence that fitted while it was read fits again. Raises ValueError as `admit` does.
+    """
+    pool, _ = admit(pool, name, tokens, salts, reuse=False)
+    lows = tuple([first_seen(window, len(tokens), pool.block_size) for window in pool.windows])
+    row = pool.rows[name]._replace(tables=tuple(append(EMPTY, pack([0] * low)) for low in lows), lows=lows)
+    wider = _give(pool, name, row, [-(-len(tokens) // pool.block_size) - low for low in lows])
+    return wider if isinstance(wider, NoRoom) else fill(wider, name, len(tokens))
 
 
 def fill(pool: Pool, name: Name, positions: int, keep: int = 0) -> Pool:
@@ -256,6 +265,18 @@ def _row(pool: Pool, name: Name) -> Row:
 
 def _put(pool: Pool, name: Name, row: Row) -> Pool:
     return pool._replace(rows=pool.rows.insert(name, row))
+
+
+def _give(pool: Pool, name: Name, row: Row, wanted: list[int]) -> Pool | NoRoom:
+    """The row in the pool, with so many new blocks at the end of each group's table."""
+    missing = sum(wanted) - size(pool.free) - pool.cached
+    if missing > 0:
+        return NoRoom(missing)
+    pool, given = _take(pool, sum(wanted))
+    shares = [given[end - count : end] for count, end in zip(wanted, accumulate(wanted), strict=True)]
+    new = {block: Block(1, group, name) for group, share in enumerate(shares) for block in share}
+    tables = tuple(append(table, pack(share)) for table, share in zip(row.tables, shares, strict=True))
+    return _put(pool, name, row._replace(tables=tables))._replace(blocks=pool.blocks.update(new))
 
 
 def _last_first(held: list[list[int]]) -> list[int]:

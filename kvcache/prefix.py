@@ -133,21 +133,17 @@ def enter(
 ) -> tuple[Index, int, list[int]]:
     """A sequence that stands at `parent` has filled its next block and now stands at the node of it.
 
-    Returns that node and the groups in which it named no block before and now names the one given; elsewhere the older
-    one stays.
+    `blocks` are those of each group, 0 where the sequence has none. Returns that node and the groups in which it named
+    no block before and now names the one given; elsewhere the older one stays.
     """
     key = Key(parent, tokens, salts)
     node = index.children.get(key)
     if node is None:
-        node = index.following
-        new = Node(key, blocks, len(blocks) + 1)  # the parent loses a sequence and gains a child
-        return (
-            Index(index.nodes.insert(node, new), index.children.insert(key, node), node + 1),
-            node,
-            [*range(len(blocks))],
-        )
+        node, taken = index.following, [group for group, block in enumerate(blocks) if block]
+        new = Node(key, blocks, len(taken) + 1)  # the parent loses a sequence and gains a child
+        return Index(index.nodes.insert(node, new), index.children.insert(key, node), node + 1), node, taken
     old = index.nodes[node]
-    taken = [group for group, block in enumerate(old.blocks) if not block]
+    taken = [group for group, block in enumerate(blocks) if block and not old.blocks[group]]
     merged = tuple(known or block for known, block in zip(old.blocks, blocks, strict=True))
     nodes = index.nodes.insert(node, Node(old.key, merged, old.uses + len(taken) + 1))
     return leave(index._replace(nodes=nodes), parent), node, taken

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muse_fn.kernels.select import Ops
 from muse_fn.kvcache.arena import Blocks, carry_in, carry_out
-from muse_fn.kvcache.blocks import NoRoom, Pool, admit, discard, extend, fill, finish, new_pool, push, table
+from muse_fn.kvcache.blocks import NoRoom, Pool, admit, discard, extend, fill, finish, new_pool, push, restore, table
 from muse_fn.kvcache.cache import KVCache, View, blocks_for, init_cache
 from muse_fn.kvcache.layout import layout_of
 from muse_fn.params.config import Config
@@ -139,15 +139,13 @@ def suspend(batch: Batch, name: int) -> tuple[Suspended, Batch]:
 def resume(batch: Batch, name: int, tokens: Sequence[int], kept: Suspended, salts: Salts = ()) -> tuple[bool, Batch]:
     """The sequence is back where it was, in other blocks, without computing anything; False if there is no room.
 
-    `tokens` are all it has, read or not. Consumes `batch`.
+    `tokens` are all it has, read or not: those not read yet are not in the batch, as before. Consumes `batch`.
     """
-    pool, _ = admit(batch.pool, name, tokens, salts, reuse=False)
-    wider = extend(pool, name, kept.filled)
-    if isinstance(wider, NoRoom):
+    pool = restore(batch.pool, name, tokens[: kept.filled], salts)
+    if isinstance(pool, NoRoom):
         return False, batch
-    ids_GN = torch.from_numpy(table(wider, name))
-    kv = carry_in(batch.kv, ids_GN[kept.held_GN], kept.content)
-    return True, Batch(fill(wider, name, kept.filled), kv)
+    ids_GN = torch.from_numpy(table(pool, name))
+    return True, Batch(pool, carry_in(batch.kv, ids_GN[kept.held_GN], kept.content))
 
 
 def _filled(pool: Pool, name: int) -> int:

@@ -112,6 +112,7 @@ def stream(
 ) -> Iterator[Token]:
     """`generate`, one event per token as it comes; events of different prompts interleave."""
     settings = settings or Settings()
+    check_settings(settings)
     budgets = check_prompts(model, prompts, settings)
     watch = StopWatch(_stop_tokens(model, settings), settings.stop, model.tokenizer)
     if not prompts:
@@ -141,7 +142,7 @@ class _State(NamedTuple):
     waiting: tuple[_Row, ...]
     running: tuple[_Row, ...]  # oldest first
     kept: dict[int, Suspended]  # parts of the cache that waiting rows left with
-    is_full: bool  # somebody had to make room: nobody joins before somebody has finished
+    is_full: bool  # somebody found no room or had to make it: nobody joins before somebody has finished
 
 
 def _join(runner: Runner, state: _State, rules: _Rules, settings: Settings) -> tuple[list[Token], _State, bool]:
@@ -160,7 +161,7 @@ def _join(runner: Runner, state: _State, rules: _Rules, settings: Settings) -> t
         )
     if not is_back:
         assert state.running, "there is room for one"
-        return [], state._replace(batch=batch), False
+        return [], state._replace(batch=batch, is_full=True), False
     kept = {name: own for name, own in state.kept.items() if name != row.row}
     return events, _State(batch, tuple(waiting), (*state.running, *going), kept, False), True
 
@@ -235,6 +236,17 @@ def _stop_tokens(model: Model, settings: Settings) -> tuple[int, ...]:
     if settings.stop_tokens is not None:
         return settings.stop_tokens
     return model.tokenizer.stop_ids if model.tokenizer else model.config.eos_token_id
+
+
+def check_settings(settings: Settings) -> None:
+    """Raises ValueError with every number of the settings that is out of range."""
+    problems = [
+        f"{name} is {value}: must be a whole number, at least 1"
+        for name in ("max_new_tokens", "cap", "chunk", "block_size", "num_blocks")
+        if (value := getattr(settings, name)) is not None and (not isinstance(value, int) or value < 1)
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def check_prompts(model: Model, prompts: Sequence[Sequence[int]], settings: Settings) -> list[int]:

@@ -131,6 +131,34 @@ class Beside:
             self.enter(name, tables, range(start // self.width, stop // self.width))
         self.leave(held)
 
+    def restore(self, name: int) -> None:
+        """The sequence leaves with what it sees, and is back at once where it was if there is room, without the rest of
+        its tokens."""
+        life, filled = self.lives[name], self.pool.rows[name].filled
+        if life.mute or not filled:
+            return
+        self.finish(name)
+        lows = [self.seen(group, filled)[0] // self.width for group in range(len(self.windows))]
+        needed = sum(-(-filled // self.width) - low for low in lows)
+        missing = needed - (self.pool.num_blocks - 1 - len(self.used()))
+        tokens, free = life.tokens[:filled], self.free()
+        result = self.event(lambda pool: blocks.restore(pool, name, tokens, tuple(life.salts)))
+        if missing > 0:
+            assert result == NoRoom(missing)
+            return
+        assert isinstance(result, Pool)
+        self.pool, self.lives[name], self.asked = result, Life([*tokens], life.salts), self.asked + filled
+        tables = self.tables(name)
+        assert [table.count(0) for table in tables] == lows
+        self.take({block for table in tables for block in table if block}, free)
+        for group, table in enumerate(tables):
+            for position in range(lows[group] * self.width, filled):
+                self.cells[table[position // self.width], position % self.width] = (
+                    self.truth(name, group, position),
+                    name,
+                )
+        self.enter(name, tables, range(filled // self.width))
+
     def look(self, name: int, query: int, written: int) -> None:
         """What the query at a position sees of the positions below `written` is what the sequence says."""
         for group, table in enumerate(self.tables(name)):
@@ -143,7 +171,7 @@ class Beside:
         for number in numbers:
             for group, table in enumerate(tables):
                 content = self.truth(name, group, (number + 1) * self.width - 1)
-                if content not in self.index:
+                if table[number] and content not in self.index:
                     self.index[content] = table[number]
                     self.writer[table[number]] = name
 

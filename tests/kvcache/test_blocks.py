@@ -108,6 +108,11 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(some)
     @rule(pick=PICK)
+    def restore(self, pick: int) -> None:
+        self.beside.restore(self.pick(pick))
+
+    @precondition(some)
+    @rule(pick=PICK)
     def discard(self, pick: int) -> None:
         self.beside.finish(self.pick(pick), trusted=False)
 

@@ -246,6 +246,42 @@ def test_a_sequence_carried_to_the_host_and_back_goes_on_as_if_nothing_had_been(
         assert torch.equal(take(found), take(stays))
 
 
+@pytest.mark.parametrize("chunk", [4, 9])
+def test_sequences_longer_than_their_window_come_back_where_they_fitted_before(model: Model, chunk: int) -> None:
+    """What a sequence needs to come back from the host is not more than it held, however long it has become."""
+    prompts = [random_tokens(TRIAL, n, 30 + 6 * n).tolist() for n in range(4)]
+    alone = [answers(model, [p], max_new_tokens=30, reuse=False)[0] for p in prompts]
+    least = 1 + blocks_needed(TRIAL, 48 + 30, chunk, 4)
+    for room in (least + 3, least + 15):
+        assert answers(model, prompts, max_new_tokens=30, num_blocks=room, chunk=chunk, swap=True) == alone
+
+
+def test_what_came_back_is_found_by_its_own_tokens_only(model: Model) -> None:
+    """A sequence with a token drawn and not yet read leaves and comes back; nothing else has a block of it. What the
+    index says of it afterwards is true: a prompt that is its text so far, and one that is the beginning."""
+    runner, tokens = Runner(model.params, TRIAL, chunk=4, ops=INVARIANT), random_tokens(TRIAL, 8, 41).tolist()
+    batch = open_batch(runner, 1 + 2 * blocks_needed(TRIAL, 44, 4, 4), 4)
+    with torch.no_grad():
+        expected = muse_fn.forward(runner.params, torch.tensor([tokens]), TRIAL, ops=INVARIANT)[0]
+        _, batch = read(runner, batch, 0, tokens[:32])
+        kept, batch = suspend(batch, 0)
+        _, batch = read(runner, batch, 1, tokens[::-1])  # two others take all blocks
+        _, batch = read(runner, batch, 2, tokens[1::-1] * 21)
+        batch = leave(leave(batch, 1, trusted=False), 2, trusted=False)
+        back, batch = resume(batch, 0, tokens[:33], kept)
+        assert back
+        for at in range(32, 40):
+            logits, batch = step(runner, batch, [0], tokens[at : at + 1])
+            assert torch.equal(take(logits)[0], expected[at])
+            check_integrity(batch.pool)
+        batch = leave(batch, 0)
+        for name, length in ((3, 10), (4, 41)):
+            logits, batch = read(runner, poisoned(batch), name, tokens[:length])
+            assert torch.equal(take(logits)[0], expected[length - 1])
+            batch = leave(batch, name)
+        assert stats(batch.pool).counts.hit == 40
+
+
 def test_a_quantised_cache_answers_almost_alike(model: Model) -> None:
     """e4m3 keeps 3 bits behind the first: logits move by its rounding, not by more."""
     prompt = random_tokens(TRIAL, 0, 40).tolist()

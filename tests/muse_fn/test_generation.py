@@ -172,3 +172,10 @@ def test_a_cap_gives_way_to_the_limit(model: muse_fn.Model) -> None:
     for length, made in ((60, 4), (10, 9)):
         answer = muse_fn.generate(model, [[7] * length], muse_fn.Settings(cap=9))[0]
         assert len(answer.tokens) == made
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "cap", "chunk", "block_size", "num_blocks"])
+@pytest.mark.parametrize("value", [0, -1, 2.5])
+def test_a_setting_out_of_range_is_refused(model: muse_fn.Model, name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}: must be a whole number, at least 1"):
+        muse_fn.generate(model, [[1, 2]], replace(muse_fn.Settings(), **{name: value}))  # type: ignore[arg-type]
