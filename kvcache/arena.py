@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.kvcache.cache import KVCache, consume
+from muse_fn.kvcache.cache import KVCache, check_alive, consume
 
 
 class Blocks(NamedTuple):
@@ -42,7 +42,9 @@ def drop(kv: KVCache) -> None:
 
 
 def carry_out(kv: KVCache, blocks: Tensor) -> Blocks:
-    """A copy of these blocks (int64 [n]) on the host."""
+    """A copy of these blocks (int64 [n]) on the host. Raises ValueError for a consumed handle or blocks it has not."""
+    check_alive(kv)
+    _check_blocks(kv, blocks)
     k, v = (
         tuple(_raw(t).index_select(0, blocks.to(t.device)).view(t.dtype).cpu() for t in side) for side in (kv.k, kv.v)
     )
@@ -50,12 +52,29 @@ def carry_out(kv: KVCache, blocks: Tensor) -> Blocks:
 
 
 def carry_in(kv: KVCache, blocks: Tensor, content: Blocks) -> KVCache:
-    """The cache with this content in these blocks (int64 [n]), any blocks. Consumes `kv`."""
+    """The cache with this content in these blocks (int64 [n]), any blocks. Consumes `kv`.
+
+    Raises ValueError, and `kv` lives on, for blocks it has not and content of another cache's shape or dtype.
+    """
+    check_alive(kv)
+    _check_blocks(kv, blocks)
+    for name, side, rows in (("k", kv.k, content.k), ("v", kv.v, content.v)):
+        wanted = [(arena.dtype, (len(blocks), *arena.shape[1:])) for arena in side]
+        found = [(each.dtype, tuple(each.shape)) for each in rows]
+        if found != wanted:
+            raise ValueError(f"content.{name} is {found}: {len(blocks)} blocks of this cache are {wanted}")
     kv = consume(kv)
     for side, rows in ((kv.k, content.k), (kv.v, content.v)):
         for arena, own in zip(side, rows, strict=True):
             _raw(arena).index_copy_(0, blocks.to(arena.device), _raw(own.to(arena.device)))
     return kv
+
+
+def _check_blocks(kv: KVCache, blocks: Tensor) -> None:
+    last = kv.k[0].shape[0] - 1
+    wrong = blocks[(blocks < 0) | (blocks > last)].tolist()
+    if wrong:
+        raise ValueError(f"blocks has {wrong}: the cache has blocks 0 to {last}")
 
 
 def _raw(arena: Tensor) -> Tensor:

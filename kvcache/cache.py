@@ -50,8 +50,10 @@ def init_cache(
     and layers of it.
 
     Takes num_blocks * block_size * K * D * 2 elements per slot (`layout_of(config)`). `dtype` float8_e4m3fn stores
-    values rounded and clamped to ±240. Raises ValueError for fewer than 2 blocks.
+    values rounded and clamped to ±240. Raises ValueError for fewer than 2 blocks or a dtype that cannot hold them.
     """
+    if not dtype.is_floating_point or (dtype.itemsize == 1 and dtype != torch.float8_e4m3fn):
+        raise ValueError(f"dtype is {dtype}: a cache stores float32, bfloat16 or float8_e4m3fn")
     if num_blocks < 2 or block_size < 1:
         raise ValueError(f"a cache needs at least 2 blocks of at least 1 position, not {num_blocks} of {block_size}")
     mesh = mesh or ONE

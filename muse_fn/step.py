@@ -1,5 +1,6 @@
 """Steps over a cache: a chunk of a prompt, and one or a few new tokens for each running sequence."""
 
+from collections import Counter
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -77,9 +78,10 @@ def check_share(params: Params, kv: KVCache, config: Config, mesh: Mesh) -> None
     """Raises MeshError if the parameters or the cache are not this rank's share of the mesh."""
     check_shard(params, config, mesh)
     check_alive(kv)
-    found, wanted = (len(kv.k), kv.k[0].shape[2]), (layout_of(config, mesh).slots, local_kv_heads(config, mesh))
+    found = len(kv.k), *kv.k[0].shape[2:]
+    wanted = layout_of(config, mesh).slots, local_kv_heads(config, mesh), config.head_dim
     if found != wanted:
-        share = "{} slots of {} heads".format
+        share = "{} slots of {} heads of {}".format
         raise MeshError(
             f"kv has {share(*found)}: on rank {mesh.rank} of mesh {mesh} it must have {share(*wanted)}: "
             "init_cache(…, mesh=mesh) makes it"
@@ -94,13 +96,10 @@ def check_step(tokens: Tensor, kv: KVCache, view: View, config: Config, at_least
     check_tokens(tokens, config)
     (batch, length), (blocks, size) = tokens.shape, kv.k[0].shape[:2]
     windows = layout_of(config).windows
+    _check_shape(view, len(windows), batch, length)
     width = view.table_GBN.shape[-1]
-    shapes = {"table_GBN": (len(windows), batch, width), "past_B": (batch,), "count_B": (batch,)}
-    for name, shape in shapes.items():
-        found = tuple(getattr(view, name).shape)
-        if found != shape:
-            raise ValueError(f"view.{name} is {list(found)}: tokens are {[batch, length]}, so it must be {list(shape)}")
     room = min(width * size, config.max_positions)
+    read, written = list[Tensor](), list[Tensor]()
     for row, (past, count) in enumerate(zip(view.past_B.tolist(), view.count_B.tolist(), strict=True)):
         if not at_least <= count <= length:
             raise ValueError(f"view.count_B[{row}] is {count}: must be {at_least} to {length}, the width of tokens")
@@ -115,6 +114,29 @@ def check_step(tokens: Tensor, kv: KVCache, view: View, config: Config, at_least
                     f"view.table_GBN[{group}, {row}] has {used.tolist()} from column {oldest} on: "
                     f"the cache has blocks 1 to {blocks - 1} to give"
                 )
+            read.append(used)
+            written.append(used[past // size - oldest :] if count else used[:0])
+    _check_own(torch.cat(read), torch.cat(written))
+
+
+def _check_shape(view: View, groups: int, batch: int, length: int) -> None:
+    width = view.table_GBN.shape[-1] if view.table_GBN.dim() else 0
+    shapes = {"table_GBN": (groups, batch, width), "past_B": (batch,), "count_B": (batch,)}
+    for name, shape in shapes.items():
+        field: Tensor = getattr(view, name)
+        if tuple(field.shape) != shape or field.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"view.{name} is {list(field.shape)} of {field.dtype}: tokens are {[batch, length]}, "
+                f"so it must be {list(shape)} of torch.int64"
+            )
+
+
+def _check_own(read: Tensor, written: Tensor) -> None:
+    """A block that a step writes is in one place of all that it reads: rows and groups share only what is full."""
+    met = read[torch.isin(read, written)].tolist()
+    twice = sorted(block for block, times in Counter(met).items() if times > 1)
+    if twice:
+        raise ValueError(f"view.table_GBN has blocks {twice} twice: this step writes them, so one row must own each")
 
 
 class Ran(NamedTuple):

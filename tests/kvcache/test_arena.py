@@ -61,3 +61,22 @@ def test_blocks_carried_out_and_in_are_the_same_bits_elsewhere(
             assert torch.equal(raw_bytes(mine[a]), raw_bytes(theirs[b]))
         for untouched in set(range(7)) - set(target[:count]):
             assert torch.equal(raw_bytes(old[untouched]), raw_bytes(theirs[untouched]))
+
+
+def test_what_does_not_fit_is_refused_and_the_cache_lives_on() -> None:
+    kv, content = filled(0, torch.float32), carry_out(filled(1, torch.float32), torch.tensor([1, 2]))
+    other = carry_out(filled(1, torch.bfloat16), torch.tensor([1, 2]))
+    for blocks, offered, told in (
+        ([1, 7], content, r"blocks has \[7\]: the cache has blocks 0 to 6"),
+        ([-1, 1], content, r"blocks has \[-1\]"),
+        ([1], content, r"content.k is .*: 1 blocks of this cache are"),
+        ([1, 2], other, "content.k is .*torch.bfloat16"),
+        ([1, 2], content._replace(v=content.v[:-1]), r"content.v is \[\]"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            carry_in(kv, torch.tensor(blocks), offered)
+    with pytest.raises(ValueError, match=r"blocks has \[7\]"):
+        carry_out(kv, torch.tensor([7]))
+    carry_in(kv, torch.tensor([1, 2]), content)
+    with pytest.raises(ValueError, match="consumed"):
+        carry_out(kv, torch.tensor([1]))

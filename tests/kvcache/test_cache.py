@@ -183,6 +183,12 @@ def test_a_cache_without_room_is_refused(blocks: int, size: int) -> None:
         init_cache(SMALL, blocks, size)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e5m2])
+def test_a_dtype_that_cannot_hold_keys_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"dtype is {dtype}: a cache stores float32, bfloat16 or float8_e4m3fn"):
+        init_cache(SMALL, 2, 1, dtype=dtype)
+
+
 def test_the_smallest_cache_is_not_refused() -> None:
     init_cache(SMALL, 2, 1)
 

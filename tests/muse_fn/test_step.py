@@ -228,7 +228,9 @@ def test_parameters_and_cache_must_be_the_share_of_the_mesh() -> None:
     for fn in (prefill, decode):
         with pytest.raises(ValueError, match="not this rank's"):
             fn(run.params, run.tokens[:, :3], run.kv, view, config, Mesh(tp=2))
-        with pytest.raises(ValueError, match=r"kv has 1 slots of 2 heads.*mesh=mesh"):
+        with pytest.raises(
+            ValueError, match=r"kv has 1 slots of 2 heads of 4: .*must have 1 slots of 1 heads of 4.*mesh=mesh"
+        ):
             fn(own, run.tokens[:, :3], run.kv, view, config, Mesh(tp=2))
 
 
@@ -251,3 +253,41 @@ def test_a_step_that_does_not_fit_its_blocks_is_refused(
     view = View(torch.tensor([[[block, 2]], [[1, 2]], [[1, 2]]]), torch.tensor([past]), torch.tensor([count]))
     with pytest.raises(ValueError, match=told):
         prefill(random_params(SMALL, 0), torch.zeros(shape, dtype=torch.int64), init_cache(SMALL, 3, 16), view, SMALL)
+
+
+def test_a_view_of_other_dtypes_or_shapes_is_refused() -> None:
+    tokens, table = torch.zeros(1, 4, dtype=torch.int64), own_blocks(SMALL, 1, 4, 4)
+    good = View(table, torch.tensor([0]), torch.tensor([4]))
+    for name, value, told in (
+        ("table_GBN", table.float(), r"view.table_GBN is \[3, 1, 1\] of torch.float32"),
+        ("table_GBN", torch.tensor(1), r"view.table_GBN is \[\] of torch.int64"),
+        ("past_B", torch.tensor([0.0]), "view.past_B is .* of torch.float32"),
+        ("count_B", torch.tensor([[4]]), r"view.count_B is \[1, 1\]"),
+    ):
+        kv = init_cache(SMALL, 5, 4)
+        with pytest.raises(ValueError, match=told):
+            prefill(random_params(SMALL, 0), tokens, kv, good._replace(**{name: value}), SMALL)
+        prefill(random_params(SMALL, 0), tokens, kv, good, SMALL)  # the handle lives on
+
+
+def test_a_cache_of_another_head_size_is_refused_and_lives_on() -> None:
+    kv, table = init_cache(SMALL, 5, 4), own_blocks(SMALL, 1, 4, 4)
+    view, other = View(table, torch.tensor([0]), torch.tensor([4])), replace(SMALL, head_dim=8)
+    with pytest.raises(ValueError, match=r"kv has 1 slots of 2 heads of 4.*must have 1 slots of 2 heads of 8"):
+        prefill(random_params(other, 0), torch.zeros(1, 4, dtype=torch.int64), kv, view, other)
+    prefill(random_params(SMALL, 0), torch.zeros(1, 4, dtype=torch.int64), kv, view, SMALL)
+
+
+@pytest.mark.parametrize(("row", "column", "told"), [(1, 1, r"\[2\]"), (0, 0, None), (1, 0, r"\[2\]")])
+def test_a_block_that_is_written_has_one_owner(row: int, column: int, told: str | None) -> None:
+    """Rows may share what they only read: here the first block of four, not the second, which both write."""
+    table = torch.arange(1, 13).view(3, 2, 2)
+    table[0, row, column] = 2 if told else table[0, 1, 0]
+    table[0, 0, 0] = table[0, 1, 0] if told is None else table[0, 0, 0]
+    view = View(table, torch.tensor([4, 4]), torch.tensor([2, 2]))
+    tokens = torch.zeros(2, 2, dtype=torch.int64)
+    if told is None:
+        prefill(random_params(SMALL, 0), tokens, init_cache(SMALL, 13, 4), view, SMALL)
+        return
+    with pytest.raises(ValueError, match=f"view.table_GBN has blocks {told} twice: this step writes them"):
+        prefill(random_params(SMALL, 0), tokens, init_cache(SMALL, 13, 4), view, SMALL)
