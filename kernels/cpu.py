@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muse_fn.kernels import reference, streamed
+from muse_fn.kernels import cpu_long, reference
 from muse_fn.kernels.one_op import one_op
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
@@ -79,7 +79,7 @@ def attend_blocks(
     """reference.attend_blocks; a context too long to be gathered at once is read in tiles."""
     _, _, kv_heads, head_dim = k_arena.shape
     if 2 * k_pos_BS.numel() * kv_heads * head_dim * q_BTND.element_size() > TILE_BYTES:
-        return streamed.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window)
+        return cpu_long.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window)
     k, v = (reference.rows_of(arena, blocks_BC, k_pos_BS, q_BTND.dtype) for arena in (k_arena, v_arena))
     return attend(q_BTND, k, v, q_pos_BT, k_pos_BS, window, is_start)
 

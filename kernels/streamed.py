@@ -56,7 +56,7 @@ def tile_sizes(shape: tuple[int, ...], kv_heads: int, block: int) -> tuple[int, 
     return b, t, max(1, keys(b, t) // block)
 
 
-def _hidden(q_pos_BT: Tensor, k_pos_BS: Tensor, window: int, group: int) -> Tensor:
+def hidden(q_pos_BT: Tensor, k_pos_BS: Tensor, window: int, group: int) -> Tensor:
     """bool [B, 1, group * T, S]: the opposite of reference.visible in as few passes as it takes."""
     i = q_pos_BT.int().repeat(1, group).unsqueeze(-1)
     nowhere = torch.iinfo(torch.int32).max  # an empty place lies behind every query
@@ -80,7 +80,7 @@ def _tile(q_BTND: Tensor, q_pos_BT: Tensor, context: Context, window: int, colum
     for start in range(0, blocks_BC.shape[1], columns):
         blocks, pos = blocks_BC[:, start : start + columns], k_pos_BS[:, start * block : (start + columns) * block]
         k, v = (rows_of(arena, blocks, pos, torch.float32).transpose(1, 2) for arena in (k_arena, v_arena))
-        scores = (q @ k.mT).masked_fill_(_hidden(q_pos_BT, pos, window, heads // kv_heads), -torch.inf)
+        scores = (q @ k.mT).masked_fill_(hidden(q_pos_BT, pos, window, heads // kv_heads), -torch.inf)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         p = scores.sub_(higher).exp_()
         shrink = (top - higher).exp()
