@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muse_fn.filters import keep
-from muse_fn.sample import Sampling, draws, fold_in, gumbel, key, sample, threefry
+from muse_fn.sample import Sampling, draws, fold_in, gumbel, key, log_probability, sample, threefry
+from muse_fn.sharding.mesh import STAGE, Mesh
+from muse_fn.sharding.simulated import simulate
+from tests.models import SEEDS, close
 
 
 def word(x: int) -> torch.Tensor:
@@ -139,3 +142,55 @@ def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
 def test_bad_settings_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} is "):
         Sampling(**{field: value})  # type: ignore[arg-type]
+
+
+DRAWN = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.0, 1e-30, 0.7, 1.0, 100.0]),
+    top_k=st.sampled_from([0, 1, 2, 5]),
+    top_p=st.sampled_from([1.0, 1.0, 0.7, 1e-6]),
+    min_p=st.sampled_from([0.0, 0.0, 0.2, 1.0]),
+    seed=st.integers(0, 2**63),
+)
+SPLIT = [Mesh(1, 2), Mesh(2, 2), Mesh(2, 4), Mesh(8, 1), Mesh(1, 3), Mesh(1, 2, pp=2)]
+
+
+def share(x: torch.Tensor, m: Mesh) -> torch.Tensor:
+    """The columns of this rank."""
+    each = x.shape[-1] // m.size(STAGE)
+    return x[..., m.index(STAGE) * each :][..., :each]
+
+
+@given(st.data(), st.sampled_from(SPLIT), st.sampled_from([1, 1, 2, 5]), st.lists(DRAWN, min_size=1, max_size=4))
+def test_shares_of_the_vocabulary_draw_what_the_whole_draws(
+    data: st.DataObject, mesh: Mesh, each: int, settings: list[Sampling]
+) -> None:
+    """Few distinct logits, so that maxima lie on several ranks; ranks without an allowed id; rows bad on one rank."""
+    vocab, rows = each * mesh.size(STAGE), len(settings)
+    numbers = st.sampled_from(
+        [0.0, -0.0, 1.0, 2.0, -3.0, 1e30, float("nan")] if data.draw(st.booleans()) else [1.0, 2.0]
+    )
+    cells = data.draw(st.lists(numbers, min_size=rows * vocab, max_size=rows * vocab))
+    logits, first = torch.tensor(cells).view(rows, vocab), data.draw(st.integers(0, vocab - 1))
+    allowed = torch.arange(vocab) >= first
+    draw, pos = draws(settings, vocab), torch.arange(rows) * 1000
+    whole = sample(logits, draw, pos, allowed_V=allowed)
+    for b, s in enumerate(settings):
+        row = logits[b].masked_fill(~allowed, -math.inf)
+        if not logits[b].isfinite().all():
+            assert whole[b] == -1
+        elif s.temperature == 0 or s.top_k == 1:
+            assert whole[b] == (row == row.max()).nonzero()[0, 0], "the lowest id of the largest logit"
+    for found in simulate(mesh, lambda m: sample(share(logits, m), draw, pos, allowed_V=allowed, mesh=m)):
+        assert torch.equal(found, whole)
+
+
+@given(st.sampled_from(SPLIT), SEEDS, st.integers(1, 5))
+def test_log_probabilities_from_shares_are_those_of_the_whole(mesh: Mesh, seed: int, each: int) -> None:
+    vocab = each * mesh.size(STAGE)
+    draw = torch.Generator().manual_seed(seed)
+    logits = 5 * torch.randn(vocab, vocab, generator=draw) + 200 * torch.randn(vocab, 1, generator=draw)
+    ids = torch.arange(vocab)  # every id, those at the borders of ranks too
+    expected = logits.double().log_softmax(-1).diagonal().float()
+    for found in simulate(mesh, lambda m: log_probability(share(logits, m), ids, m)):
+        close(found, expected, 1e-5)
