@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muse_fn.kernels import reference, streamed
+from muse_fn.kernels import reference, spans, streamed
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
 WORKSPACE = 256 << 20  # bytes that one step of a loop may take, whatever the number of routes or of keys
+SHORT = 16 << 20  # bytes gathered for one new token: up to here the reference's few operations are the faster ones
 UNPACKING = 24  # bytes per element of an expert's matrix while it is unpacked: indices, values, scaled values
 MOST_ROWS = 64  # of a tile; above, a matrix product does not get better
 
@@ -44,10 +45,15 @@ def attend_blocks(
     window: int,
     is_start: bool = False,
 ) -> Tensor:
-    """reference.attend_blocks; a context too long to be gathered at once is read in tiles."""
+    """reference.attend_blocks; a context too long to be gathered at once is read in tiles, one new token by spans.
+
+    The keys that a query of a full context sees come first in it: kvcache/cache.py makes no others.
+    """
     heads, head_dim = q_BTND.shape[2:]
     # K and V once for every query head, and for each query a score and its exponential.
     taken = k_pos_BS.numel() * heads * (2 * head_dim * q_BTND.element_size() + 8 * q_BTND.shape[1])
+    if taken > SHORT and spans.fits(q_BTND, k_arena, window):
+        return spans.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS)
     if taken > WORKSPACE:
         return streamed.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window)
     return reference.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window, is_start)
