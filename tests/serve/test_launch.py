@@ -117,10 +117,10 @@ def test_ranks_begin_together_and_the_loading_of_each_is_drawn(tmp_path: Path, m
 )
 def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals, code: int) -> None:
     rank = LINE + TERM_IS_IGNORED + NOTE + SLEEP
-    program = (
-        f"import sys\nfrom muse_fn.serve.launch import launch\nlaunch([sys.executable, '-c', {rank!r}, sys.argv[1]], 2)"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
+    # Whoever runs the tests in the background may ignore Ctrl-C, and the launcher would inherit and respect that.
+    heeded = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    launch = f"from muse_fn.serve.launch import launch\nlaunch([sys.executable, '-c', {rank!r}, sys.argv[1]], 2)"
+    command = [sys.executable, "-c", heeded + launch, str(tmp_path)]
     launcher = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
     try:
         while launcher.poll() is None and len(list(tmp_path.glob("*.json"))) < 2:
@@ -131,7 +131,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals, c
             os.killpg(launcher.pid, number)
         else:
             launcher.send_signal(number)
-        _, told = launcher.communicate()
+        _, told = launcher.communicate(timeout=120)
         assert (launcher.returncode, told) == (code, b"")
         assert have_gone(started)
     finally:
