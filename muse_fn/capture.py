@@ -7,6 +7,7 @@ the next call.
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -122,7 +123,7 @@ class Arguments:
                 into.copy_(given, non_blocking=True)
 
 
-class Captured(Generic[Result]):
+class Captured(ABC, Generic[Result]):
     """A captured function: call it like the function itself."""
 
     backend: str
@@ -131,12 +132,12 @@ class Captured(Generic[Result]):
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
 
+    @abstractmethod
     def __call__(self, *args: Any) -> Result:
         """The function's result, in buffers that the next call overwrites; donated tensors come back themselves.
 
         Raises CaptureError for arguments that are not like those of the capture.
         """
-        raise NotImplementedError
 
     def check_valid(self, tree: Any) -> None:
         """Raises CaptureError if a tensor of this tree is an output that a later call has overwritten, where the
