@@ -232,8 +232,8 @@ def measure(model: Any, params: Params, config: Config, case: Case, args: argpar
             mine = seconds(lambda: our_prefill(params, tokens, config, args.steps))
             theirs = seconds(lambda: their_prefill(model, tokens))
         else:
-            cache = copy.deepcopy(kept)
-            mine = seconds(lambda: our_decode(params, config, token, kv, view, args.steps)) / args.steps
+            cache, own = copy.deepcopy((kept, kv))  # a step consumes both
+            mine = seconds(lambda own=own: our_decode(params, config, token, own, view, args.steps)) / args.steps
             theirs = seconds(lambda cache=cache: their_decode(model, theirs_token, cache, args.steps)) / args.steps
         if repeat:  # the first warms up
             result.ours.append(mine)
