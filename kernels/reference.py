@@ -10,6 +10,8 @@ from torch import Tensor
 
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as a float of so many bytes
+
 
 def linear(x: Tensor, w: Weight) -> Tensor:
     """x [..., in] times w [out, in] transposed -> [..., out].
@@ -69,7 +71,10 @@ def rows_of(arena: Tensor, blocks_BC: Tensor, pos_BS: Tensor, dtype: torch.dtype
     raw = arena.view(torch.uint8) if arena.dtype == torch.float8_e4m3fn else arena  # float8 has no index_select
     # index_select copies whole blocks; indexing with the table goes element by element, four times slower on a CPU.
     rows = raw.index_select(0, blocks_BC.flatten()).view(arena.dtype).view(*pos_BS.shape, *arena.shape[2:])
-    return rows.to(dtype).masked_fill_((pos_BS < 0)[..., None, None], 0.0)
+    rows = rows.to(dtype)
+    # Their bits and all ones, or none: masked_fill goes element by element on a CPU, this by whole registers.
+    bits = rows.view(BITS[dtype.itemsize])
+    return (bits & -(pos_BS >= 0).to(bits.dtype)[..., None, None]).view(dtype)
 
 
 def attend_blocks(
