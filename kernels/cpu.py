@@ -18,6 +18,7 @@ from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_sha
 TILE_BYTES = 64 << 20  # bound on what attention keeps for one tile of queries, whatever the context length
 WEIGHT_ROWS = 32  # up to here reading an expert's weights costs more than its rows
 PADDING = 1.6  # one product over all experts instead of two for each touched: worth this much more work
+LONG = 1 << 16  # keys from which float32 attention is tiled too: plain operations move every score through memory
 FEW_ROWS = 64  # up to here W xᵀ and its transposition back cost less than x Wᵀ
 
 
@@ -76,9 +77,10 @@ def attend_blocks(
     window: int,
     is_start: bool = False,
 ) -> Tensor:
-    """reference.attend_blocks; a context too long to be gathered at once is read in tiles."""
+    """reference.attend_blocks; a context too long to be gathered at once, or to be worth it, is read in tiles."""
     _, _, kv_heads, head_dim = k_arena.shape
-    if 2 * k_pos_BS.numel() * kv_heads * head_dim * q_BTND.element_size() > TILE_BYTES:
+    gathered = 2 * k_pos_BS.numel() * kv_heads * head_dim * q_BTND.element_size()
+    if gathered > TILE_BYTES or (q_BTND.dtype == torch.float32 and k_pos_BS.shape[1] >= LONG):
         return cpu_long.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window)
     k, v = (reference.rows_of(arena, blocks_BC, k_pos_BS, q_BTND.dtype) for arena in (k_arena, v_arena))
     return attend(q_BTND, k, v, q_pos_BT, k_pos_BS, window, is_start)

@@ -29,6 +29,8 @@ OWNERS = {
     "starlette": ["serve/"],
     "uvicorn": ["serve/"],
     "pydantic": ["serve/"],
+    "llguidance": ["serve/grammar"],
+    "prometheus_client": ["serve/metrics.py"],
     "typer": ["serve/"],
     "triton": ["kernels/"],
     "habana_frameworks": ["kernels/"],
