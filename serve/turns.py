@@ -138,6 +138,7 @@ class Ended(NamedTuple):
     stop_reason: str | int | None
     counts: Counts
     pieces: tuple[Piece, ...]
+    damaged: tuple[str, ...] = ()  # what was meant for a tool and is no call: cut off, broken, or not allowed
 
 
 TurnEvent: TypeAlias = Progress | PromptScores | Said | Called | Ended
