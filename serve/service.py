@@ -1,10 +1,12 @@
 """What every handler of the server is given: one frozen record, made when the server starts."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from muse_fn.params.config import Config
 from muse_fn.serve.grammar import Grammars
 from muse_fn.serve.jobs import Engine
+from muse_fn.serve.metrics import Metrics
 from muse_fn.tokenizer import Tokenizer
 
 
@@ -26,6 +28,13 @@ class Limits:
     stall: float = 60.0  # seconds that a client may leave a stream unread before it is ended
 
 
+@dataclass
+class Stage:
+    """Where the server is in its life. Only when ready does it take new work; what it has taken it finishes."""
+
+    name: Literal["starting", "ready", "draining"] = "ready"
+
+
 @dataclass(frozen=True)
 class Service:
     """The running server: what it serves and with what."""
@@ -39,3 +48,5 @@ class Service:
     keys: tuple[str, ...] = ()  # API keys; none: no key is asked for
     created: int = 0  # seconds since 1970 at which the server started
     strict: bool = False  # unknown fields are refused instead of answered with a warning
+    metrics: Metrics = field(default_factory=Metrics)
+    stage: Stage = field(default_factory=Stage)
