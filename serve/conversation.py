@@ -11,14 +11,14 @@ from muse_fn.serve.chat import check_tools, render_chat
 from muse_fn.serve.grammar import Blueprint, Framing
 from muse_fn.serve.jobs import Done, Job, JobEvent, Logprob, New, Reading, Scored, Stream
 from muse_fn.serve.service import Service
-from muse_fn.serve.turns import Asked, Ended, Named, Progress, PromptScores, Turn, TurnEvent
+from muse_fn.serve.turns import Asked, Named, Progress, PromptScores, Turn, TurnEvent
 from muse_fn.tokenizer import Json, Tokenizer
 
 T = TypeVar("T")
 log = logging.getLogger("muse_fn.serve")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Running:
     """A turn that has been submitted. Iterate it once; `cancel` it when the rest is not wanted."""
 
@@ -27,53 +27,19 @@ class Running:
     streams: tuple[Stream, ...]
     states: tuple[reply.ReplyState, ...]
 
-    def __post_init__(self) -> None:
-        self._events = _merged([self._choice(i) for i in range(len(self.streams))])
-        self._ahead: list[TurnEvent] = []
-        self._next: asyncio.Task[TurnEvent | None] | None = None
-
-    async def first(self, patience: float) -> Ended | None:
-        """Waits until something was generated, at most `patience` seconds; the end if nothing was before it failed.
-
-        So that what fails before the first token can still be answered with a status. No event is lost by it.
-        """
-        loop = asyncio.get_running_loop()
-        until = loop.time() + patience
-        while all(isinstance(event, Progress) for event in self._ahead):
-            self._next = self._next or asyncio.create_task(self._read())
-            await asyncio.wait([self._next], timeout=max(0.0, until - loop.time()))
-            if not self._next.done():
-                return None
-            event, self._next = self._next.result(), None
-            if event is None:
-                return None
-            self._ahead.append(event)
-        last = self._ahead[-1]
-        return last if isinstance(last, Ended) and last.finish in ("error", "abort") else None
-
     async def __aiter__(self) -> AsyncGenerator[TurnEvent]:
+        events = _merged([self._choice(index) for index in range(len(self.streams))])
         try:
-            for event in self._ahead:
-                yield event
-            if self._next is not None and (event := await self._next) is not None:
-                yield event
-            async for event in self._events:
+            async for event in events:
                 yield event
         finally:
             self.cancel()
-            if self._next is not None:
-                await asyncio.wait([self._next])
-            await self._events.aclose()
+            await events.aclose()
 
     def cancel(self) -> None:
         """Gives back what the jobs hold; may be called at any time, twice too."""
         for stream in self.streams:
             stream.cancel()
-        if self._next is not None:
-            self._next.cancel()
-
-    async def _read(self) -> TurnEvent | None:
-        return await anext(self._events, None)
 
     async def _choice(self, index: int) -> AsyncGenerator[TurnEvent]:
         """The events of one choice. What the engine throws becomes its end, so that the others go on."""
