@@ -53,9 +53,9 @@ class Metrics:
         """So many tokens were drawn."""
         self._counters["generation_tokens"].inc(count)
 
-    def preempted(self) -> None:
-        """A running job had to give its place back."""
-        self._counters["preemptions"].inc()
+    def preempted(self, count: int = 1) -> None:
+        """So many jobs had to give their place back."""
+        self._counters["preemptions"].inc(count)
 
     def aborted(self, count: int = 1) -> None:
         """So many jobs were given up because nobody waits for them any more."""

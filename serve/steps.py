@@ -1,0 +1,189 @@
+"""One step of the server on the model: prompts read in chunks, one more token for each sequence that runs, all drawn
+together.
+
+An `Orders` is all that a rank needs, in plain arrays, so that every rank of a mesh does the same by a copy of it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from muse_fn.adjust import Bias, Seen, biased, likely, penalised
+from muse_fn.batch import Runner
+from muse_fn.decoder import logits as to_logits
+from muse_fn.kernels.select import select
+from muse_fn.kvcache.cache import KVCache, View
+from muse_fn.sample import Sampling, draws, sample
+from muse_fn.serve.jobs import Logprob
+from muse_fn.serve.scheduler import Share
+from muse_fn.step import decode, prefill
+from muse_fn.step import run as run_layers
+
+SLICE = 64  # positions of a prompt whose vocabulary logits exist at once
+PADDING = 1.5  # a step of several prompts may have so many times their tokens
+
+
+class Rule(NamedTuple):
+    """How one sequence draws."""
+
+    sampling: Sampling
+    seen: Seen | None = None
+    bias: Bias | None = None
+    allowed: NDArray[np.bool_] | None = None  # [V]; None: all ids that have a token
+    logprobs: int | None = None
+
+
+class Scoring(NamedTuple):
+    """Prompt tokens whose log-probabilities are wanted: those after the chunk's first, and one more if there is one."""
+
+    targets: NDArray[np.int64]
+    top: int
+
+
+class Orders(NamedTuple):
+    """A step. `rules` has one entry for each share that draws, reads first; `scorings` one for each read."""
+
+    reads: tuple[Share, ...]
+    decodes: tuple[Share, ...]
+    rules: tuple[Rule, ...]
+    scorings: tuple[Scoring | None, ...]
+
+
+class Drawn(NamedTuple):
+    """What a sequence drew; token -1 if its logits were not finite."""
+
+    token: int
+    logprob: Logprob | None
+
+
+class Found(NamedTuple):
+    """What a step gave: draws in the order of the rules, and log-probabilities of prompt tokens by read."""
+
+    drawn: tuple[Drawn, ...]
+    scores: tuple[tuple[Logprob, ...], ...]
+
+
+Step = Callable[[KVCache, Orders], tuple[Found, KVCache]]
+
+
+@torch.inference_mode()
+def run(runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None) -> tuple[Found, KVCache]:
+    """Does the step. Consumes `kv`. Ids that are False in `allowed_V` (bool [V]) are never drawn. On a mesh every rank
+    calls with the same orders, and gets the same result."""
+    rows: dict[int, Tensor] = {}
+    scores: dict[int, tuple[Logprob, ...]] = {}
+    plain = [n for n, scoring in enumerate(orders.scorings) if scoring is None]
+    for group in packed([len(orders.reads[n].tokens) for n in plain]):
+        found, kv = _read(runner, kv, [orders.reads[plain[n]] for n in group])
+        rows |= {plain[n]: row for n, row in zip(group, found, strict=True)}
+    for n, scoring in enumerate(orders.scorings):
+        if scoring is not None:
+            rows[n], scores[n], kv = _score(runner, kv, orders.reads[n], scoring, allowed_V)
+    if orders.decodes:
+        tokens, view = _batch(orders.decodes, runner.device)
+        ran, kv = decode(runner.params, tokens, kv, view, runner.config, runner.mesh, gathered=False, ops=runner.ops)
+        rows |= {len(orders.reads) + n: row for n, row in enumerate(ran[:, 0])}
+    shares = (*orders.reads, *orders.decodes)
+    drawing = [n for n, share in enumerate(shares) if share.draws]
+    listed = tuple(scores.get(n, ()) for n in range(len(orders.reads)))
+    if not drawing:
+        return Found((), listed), kv
+    ends = [shares[n].start + len(shares[n].tokens) for n in drawing]
+    return Found(_draw(runner, torch.stack([rows[n] for n in drawing]), orders.rules, ends, allowed_V), listed), kv
+
+
+def packed(lengths: Sequence[int]) -> list[list[int]]:
+    """Groups of these sequences, each group to be padded to its longest, so that padding stays a small part."""
+    groups: list[list[int]] = []
+    for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        group = groups[-1] if groups else []
+        if group and lengths[group[0]] * (len(group) + 1) <= PADDING * sum(lengths[m] for m in (*group, n)):
+            group.append(n)
+        else:
+            groups.append([n])
+    return groups
+
+
+def _batch(shares: Sequence[Share], device: torch.device) -> tuple[Tensor, View]:
+    """Tokens int64 [B, T], each row padded at its end, and where they go."""
+    groups = len(shares[0].table_GN)
+    width, length = (max(sizes) for sizes in ([s.table_GN.shape[1] for s in shares], [len(s.tokens) for s in shares]))
+    tokens = np.zeros((len(shares), length), np.int64)
+    tables = np.zeros((groups, len(shares), width), np.int64)
+    for row, share in enumerate(shares):
+        tokens[row, : len(share.tokens)] = share.tokens
+        tables[:, row, : share.table_GN.shape[1]] = share.table_GN
+    past, count = np.array([(share.start, len(share.tokens)) for share in shares], np.int64).T.copy()
+    return torch.from_numpy(tokens).to(device), View(*(torch.from_numpy(x).to(device) for x in (tables, past, count)))
+
+
+def _read(runner: Runner, kv: KVCache, shares: Sequence[Share]) -> tuple[Tensor, KVCache]:
+    """Logits [B, V] after the last token of each."""
+    tokens, view = _batch(shares, runner.device)
+    return prefill(runner.params, tokens, kv, view, runner.config, runner.mesh, gathered=False, ops=runner.ops)
+
+
+def _score(
+    runner: Runner, kv: KVCache, share: Share, scoring: Scoring, allowed_V: Tensor | None
+) -> tuple[Tensor, tuple[Logprob, ...], KVCache]:
+    """Logits [V] after the last token, and log-probabilities of the targets; vocabulary logits exist for few positions
+    at a time."""
+    tokens, view = _batch([share], runner.device)
+    config, mesh, ops = runner.config, runner.mesh, runner.ops or select(runner.device)
+    ran = run_layers(runner.params, tokens, kv, view, config, mesh, is_start=share.start == 0, ops=ops)
+    found: list[Logprob] = []
+    z = torch.empty(0)
+    for start in range(0, tokens.shape[1], SLICE):
+        z = to_logits(runner.params, ran.h_BTH[0, start : start + SLICE], config, ops, mesh, gathered=False)
+        targets = torch.from_numpy(scoring.targets[start : start + SLICE]).to(runner.device)
+        if len(targets):
+            found += logprobs(z[: len(targets)], targets, [scoring.top] * len(targets), runner, allowed_V)
+    return z[-1], tuple(found), ran.kv
+
+
+def logprobs(
+    logits_BV: Tensor, chosen_B: Tensor, tops: Sequence[int], runner: Runner, allowed_V: Tensor | None
+) -> list[Logprob]:
+    """The log-probability of each chosen id, beside so many of the likeliest."""
+    found = likely(logits_BV, chosen_B, max(*tops, 1), runner.mesh, allowed_V=allowed_V)
+    columns = zip(*(x.tolist() for x in found), tops, strict=True)
+    return [
+        Logprob(chosen, rank, tuple(zip(ids[:top], values[:top], strict=True)))
+        for chosen, rank, ids, values, top in columns
+    ]
+
+
+def _draw(
+    runner: Runner, logits_RV: Tensor, rules: Sequence[Rule], ends: Sequence[int], allowed_V: Tensor | None
+) -> tuple[Drawn, ...]:
+    mesh, config = runner.mesh, runner.config
+    z = biased(penalised(logits_RV, [rule.seen for rule in rules], mesh), [rule.bias for rule in rules], mesh)
+    tokens = sample(
+        z,
+        draws([rule.sampling for rule in rules], config.vocab_size, runner.device),
+        torch.tensor(ends, device=runner.device),
+        allowed_V=_allowed(rules, allowed_V, runner),
+        filtered=any(rule.sampling.is_filtered for rule in rules),
+        mesh=mesh,
+    )
+    drawn = [Drawn(token, None) for token in tokens.tolist()]
+    asked = [n for n, rule in enumerate(rules) if rule.logprobs is not None and drawn[n].token >= 0]
+    if asked:
+        tops = [rules[n].logprobs or 0 for n in asked]
+        for n, logprob in zip(asked, logprobs(logits_RV[asked], tokens[asked], tops, runner, allowed_V), strict=True):
+            drawn[n] = drawn[n]._replace(logprob=logprob)
+    return tuple(drawn)
+
+
+def _allowed(rules: Sequence[Rule], allowed_V: Tensor | None, runner: Runner) -> Tensor | None:
+    """bool [V] or [R, V]."""
+    masks = [rule.allowed for rule in rules]
+    if all(mask is None for mask in masks):
+        return allowed_V
+    full = np.ones(runner.config.vocab_size, np.bool_)
+    found = torch.from_numpy(np.stack([full if mask is None else mask for mask in masks])).to(runner.device)
+    return found if allowed_V is None else found & allowed_V
