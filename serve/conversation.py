@@ -2,20 +2,26 @@
 
 import asyncio
 import logging
+import re
+from collections import Counter
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from muse_fn.serve import reply
+from muse_fn.serve.channels import CHANNELS
 from muse_fn.serve.chat import check_tools, render_chat
 from muse_fn.serve.grammar import Blueprint, Framing
 from muse_fn.serve.jobs import Done, Job, JobEvent, Logprob, New, Reading, Scored, Stream
-from muse_fn.serve.service import Service
+from muse_fn.serve.service import Limits, Service
 from muse_fn.serve.turns import Asked, Named, Progress, PromptScores, Turn, TurnEvent
 from muse_fn.tokenizer import Json, Tokenizer
 
 T = TypeVar("T")
 log = logging.getLogger("muse_fn.serve")
+_UNSPEAKABLE = re.compile(r'[\s"<>]')  # what a header or a call could not carry
+_CHANNELS = ", ".join(filter(None, CHANNELS))
 
 
 @dataclass(frozen=True)
@@ -28,13 +34,12 @@ class Running:
     states: tuple[reply.ReplyState, ...]
 
     async def __aiter__(self) -> AsyncGenerator[TurnEvent]:
-        events = _merged([self._choice(index) for index in range(len(self.streams))])
         try:
-            async for event in events:
-                yield event
+            async with aclosing(_merged([self._choice(index) for index in range(len(self.streams))])) as events:
+                async for event in events:
+                    yield event
         finally:
             self.cancel()
-            await events.aclose()
 
     def cancel(self) -> None:
         """Gives back what the jobs hold; may be called at any time, twice too."""
@@ -75,7 +80,7 @@ async def start(service: Service, turn: Turn, request_id: str) -> Running:
     tokenizer = service.tokenizer
     if tokenizer is None:
         raise ValueError("messages: this checkpoint has no tokenizer, so there is no chat; give token ids as a prompt")
-    _check_choice(turn)
+    _check_tools(turn, service.limits)
     ids = await prompt_ids(tokenizer, turn)
     max_new = budget(len(ids), turn.asked.max_new, service.config.max_positions)
     blueprint = await _blueprint(service, turn)
@@ -120,17 +125,26 @@ def _names(tools: Json, prefix: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _check_choice(turn: Turn) -> None:
-    """Whether the tools can do what tool_choice wants."""
+def _check_tools(turn: Turn, limits: Limits) -> None:
+    """Whether each tool can be called by its name, and whether the tools can do what tool_choice wants."""
     names = function_names(turn.tools)
-    twice = sorted({name for name in names if names.count(name) > 1})
+    if len(names) > limits.tools:
+        raise ValueError(f"tools: {len(names)} functions are more than the limit of {limits.tools}")
+    for name in names:
+        if len(name) > limits.name:
+            raise ValueError(f"tools: a name of {len(name)} characters is longer than the limit of {limits.name}")
+        if name in CHANNELS or _UNSPEAKABLE.search(name):
+            raise ValueError(f"tools: the name {name!a} cannot be called: must not be a channel ({_CHANNELS}) or have "
+                             'white space, quotation marks or angle brackets in it')  # fmt: skip
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"tools: {twice[0]!r} is declared more than once")
     choice = turn.tool_choice
     if isinstance(choice, Named) and choice.name not in names:
-        raise ValueError(f"tool_choice names {choice.name!r}, which is not among tools: {', '.join(names) or 'none'}")
+        declared = ", ".join(names[:8]) or "none"
+        raise ValueError(f"tool_choice: names {choice.name[:60]!a}, which is not among the tools: {declared}")
     if choice == "required" and not names:
-        raise ValueError("tool_choice is 'required', but the request has no tools")
+        raise ValueError("tool_choice: is 'required', but the request has no tools")
 
 
 def _offered(turn: Turn) -> Json:
@@ -138,13 +152,14 @@ def _offered(turn: Turn) -> Json:
 
 
 def _prompt_ids(tokenizer: Tokenizer, turn: Turn) -> tuple[int, ...]:
-    pieces = render_chat(
-        tokenizer,
-        turn.messages,
-        tools=_offered(turn),
-        reasoning_effort=turn.effort,
-        variables=turn.variables,
-    )
+    try:
+        pieces = render_chat(
+            tokenizer, turn.messages, tools=_offered(turn), reasoning_effort=turn.effort, variables=turn.variables
+        )
+    except ValueError as error:
+        # The template's own sentence names the field; what runs it only gets in the way.
+        said = str(error).removeprefix("chat template: ")
+        raise ValueError(said) if said.startswith("reasoning_effort") else error from None
     return tuple(tokenizer.encode_pieces(pieces))
 
 
@@ -216,8 +231,9 @@ async def _merged(sources: list[AsyncGenerator[T]]) -> AsyncGenerator[T]:
     The queue has no bound, so that a source ends even if nobody reads: the engine bounds what a job may say.
     """
     if len(sources) == 1:
-        async for event in sources[0]:
-            yield event
+        async with aclosing(sources[0]) as events:
+            async for event in events:
+                yield event
         return
     queue = asyncio.Queue[tuple[T] | None]()
 
