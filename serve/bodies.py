@@ -3,9 +3,9 @@
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isfinite
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, ParamSpec, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -16,7 +16,9 @@ from muse_fn.serve.service import Limits, Service
 from muse_fn.tokenizer import Json
 
 M = TypeVar("M", bound=BaseModel)
-LARGE = 64 * 1024  # bytes from which on a body is parsed in a thread
+T = TypeVar("T")
+P = ParamSpec("P")
+LARGE = 32 * 1024  # bytes, characters or ids from which on work goes to a thread
 LISTED = 8  # problems named in one message
 DIGITS = 400  # of a whole number; a float has at most 309 before its point
 logger = logging.getLogger("muse_fn.serve")
@@ -29,16 +31,20 @@ async def parse(service: Service, request: Request, model: type[M]) -> M:
     """
     _check_headers(request)
     raw = await _read(request, service.limits)
-    if len(raw) < LARGE:
-        found = _checked(raw, service.limits, model)
-    else:
-        found = await asyncio.to_thread(_checked, raw, service.limits, model)
+    found = await off_loop(len(raw), _checked, raw, service.limits, model)
     unknown = warnings_of(found)
     if unknown and service.strict:
         raise BadRequest("; ".join(unknown), unknown[0].partition(":")[0])
     if unknown:
         logger.warning("request has unknown fields", extra={"fields": len(unknown)})
     return found
+
+
+async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What the work returns; done in a thread if `size` is large, so that other requests do not wait for it."""
+    if size < LARGE:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def warnings_of(model: BaseModel) -> list[str]:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -76,65 +77,80 @@ class _Stream(Response):
         self._limits, self._path, self._events, self._on_close = limits, path, events, on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_disconnected(receive))
-        pump = asyncio.ensure_future(self._pump(send))
+        wire = _Wire(send, self.raw_headers, self._limits.stall)
+        gone, pump, beat = map(
+            asyncio.ensure_future, (_disconnected(receive), self._pump(wire), _beat(wire, self._limits.keep_alive))
+        )
         try:
-            await asyncio.wait({gone, pump}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({gone, pump, beat}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (pump, beat):
+                if task.done():
+                    task.result()
             if not pump.done():
                 raise Gone
-            pump.result()
         finally:
             self._on_close()
-            await _end(gone, pump)
-
-    async def _pump(self, send: Send) -> None:
-        upcoming = asyncio.ensure_future(_next(self._events))
-        try:
-            await asyncio.wait({upcoming}, timeout=self._limits.keep_alive)
-            if upcoming.done():
-                upcoming.result()
-            await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while (data := await self._data(upcoming)) is not None:
-                await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
-                if upcoming.done():
-                    failed = upcoming.exception() is not None
-                    if failed:
-                        break
-                    upcoming = asyncio.ensure_future(_next(self._events))
-            await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            await _end(upcoming)
+            await _end(gone, pump, beat)
             close = getattr(self._events, "aclose", None)
             if close is not None:
                 await close()
 
-    async def _data(self, upcoming: "asyncio.Future[Sendable | None]") -> bytes | None:
-        """What to send next: an event, a comment when there is none for long, an error event; None at the end."""
-        await asyncio.wait({upcoming}, timeout=self._limits.keep_alive)
-        if not upcoming.done():
-            return COMMENT
-        error = upcoming.exception()
-        if error is not None:
+    async def _pump(self, wire: "_Wire") -> None:
+        try:
+            async for event in self._events:
+                await wire.write(frame(event))
+        except Gone:
+            raise
+        except Exception as error:
+            if not wire.has_begun:
+                raise
             if not isinstance(error, Failed | Refused | ValueError):
-                logger.error("a stream failed", exc_info=error)
-            return frame(self._error_event(error))
-        event = upcoming.result()
-        return None if event is None else frame(event)
+                logger.exception("a stream failed")
+            await wire.write(frame(self._error_event(error)))
+        await wire.end()
 
     def _error_event(self, error: BaseException) -> Sendable:
         told = shape(self._path, problem_of(error))
         return Event("error", told) if "type" in told else told
 
-    async def _send(self, send: Send, message: dict[str, Any]) -> None:
+
+class _Wire:
+    """The way to the client: one writer at a time, and none waits longer than `stall` seconds."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], stall: float) -> None:
+        self._send, self._headers, self._stall, self._lock = send, headers, stall, asyncio.Lock()
+        self.has_begun, self._has_ended = False, False
+        self.last = time.monotonic()  # when something was written
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """The head, if it has not been sent, and these bytes. Raises Gone for a client that does not read."""
         try:
-            await asyncio.wait_for(send(message), self._limits.stall)
+            async with asyncio.timeout(self._stall), self._lock:
+                if self._has_ended:
+                    return
+                self._has_ended = not more
+                if not self.has_begun:
+                    self.has_begun = True
+                    await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except TimeoutError:
-            logger.warning("a stream was left unread and is ended", extra={"seconds": self._limits.stall})
+            logger.warning("a stream was left unread and is ended", extra={"seconds": self._stall})
             raise Gone from None
+        except OSError:
+            raise Gone from None
+        self.last = time.monotonic()
+
+    async def end(self) -> None:
+        """No more comes."""
+        await self.write(b"", more=False)
 
 
-async def _next(events: AsyncIterator[Sendable]) -> Sendable | None:
-    return await anext(events, None)
+async def _beat(wire: _Wire, interval: float) -> None:
+    """A comment whenever nothing was written for `interval` seconds, so that nobody takes the connection for dead."""
+    while True:
+        await asyncio.sleep(max(wire.last + interval - time.monotonic(), 0.001))
+        if time.monotonic() - wire.last >= interval:
+            await wire.write(COMMENT)
 
 
 async def _disconnected(receive: Receive) -> None:

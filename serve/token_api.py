@@ -1,0 +1,154 @@
+"""What a prompt is in tokens, without generating anything: tokenize, detokenize, render."""
+
+import asyncio
+from typing import Any
+
+from pydantic import model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from muse_fn.serve.bodies import parse, warnings_of
+from muse_fn.serve.chat import render_chat
+from muse_fn.serve.completions_api import CompletionBody, begin_ids, prompts_of
+from muse_fn.serve.completions_out import token_text
+from muse_fn.serve.errors import BadRequest, quoted
+from muse_fn.serve.routes import Route
+from muse_fn.serve.schemas import Body, Ids, SamplingFields, check_model, to_asked
+from muse_fn.serve.service import Service
+from muse_fn.tokenizer import Json, Tokenizer
+
+
+class ChatPrompt(SamplingFields):
+    """What of a chat body makes its prompt; fields that say how to generate are checked and do nothing here."""
+
+    messages: list[Any]
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+
+class TokenizeBody(Body):
+    """Body of /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def one_of_both(self) -> "TokenizeBody":
+        """Either a prompt or messages."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """The tokens of a text or a conversation."""
+    body = await parse(service, request, TokenizeBody)
+    check_model(service, body.model)
+    tokenizer = _tokenizer(service)
+    ids = await asyncio.to_thread(_tokens, tokenizer, body)
+    told: dict[str, Any] = {"count": len(ids), "max_model_len": service.config.max_positions, "tokens": ids}
+    if body.return_token_strs:
+        told["token_strs"] = [token_text(tokenizer.token_bytes(id)) for id in ids]
+    return JSONResponse({**told, **_warned(body)})
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """The text of tokens, control tokens spelled out."""
+    body = await parse(service, request, DetokenizeBody)
+    check_model(service, body.model)
+    tokenizer, size = _tokenizer(service), service.config.vocab_size
+    for place, token in enumerate(body.tokens):
+        if not 0 <= token < min(size, len(tokenizer)) or tokenizer.bytes_of[token] is None:
+            raise BadRequest(f"tokens[{place}]: no token has id {quoted(token)}", "tokens")
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens)
+    return JSONResponse({"prompt": text, **_warned(body)})
+
+
+async def render_completion(service: Service, request: Request) -> Response:
+    """The prompts of a completions body."""
+    body = await parse(service, request, CompletionBody)
+    check_model(service, body.model)
+    to_asked(body, service.limits, service.config, service.tokenizer, logprobs=body.logprobs)
+    prompts = [{"prompt": prompt.text, "token_ids": prompt.ids} for prompt in await prompts_of(service, body)]
+    return JSONResponse({"object": "list", "model": service.name, "data": prompts, **_warned(body)})
+
+
+async def render_conversation(service: Service, request: Request) -> Response:
+    """The prompt that the template makes of a chat body."""
+    body = await parse(service, request, ChatPrompt)
+    check_model(service, body.model)
+    if body.chat_template is not None:
+        raise BadRequest("chat_template: the template comes with the checkpoint and cannot be given", "chat_template")
+    to_asked(body, service.limits, service.config, service.tokenizer, logprobs=body.top_logprobs)
+    tokenizer = _tokenizer(service)
+    ids = await asyncio.to_thread(_rendered, tokenizer, body)
+    told = {"model": service.name, "prompt": tokenizer.decode(ids), "token_ids": ids, "count": len(ids)}
+    return JSONResponse({**told, **_warned(body)})
+
+
+def _tokens(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
+    if body.prompt is not None:
+        return [*begin_ids(tokenizer, body.add_special_tokens), *tokenizer.encode(body.prompt)]
+    return _rendered(tokenizer, body)
+
+
+def _rendered(tokenizer: Tokenizer, body: ChatPrompt | TokenizeBody) -> list[int]:
+    messages: Json = body.messages
+    tools = None if isinstance(body, ChatPrompt) and body.tool_choice == "none" else body.tools
+    pieces = render_chat(
+        tokenizer,
+        messages,
+        tools=tools,
+        reasoning_effort=body.reasoning_effort,
+        add_generation_prompt=body.add_generation_prompt,
+        variables=body.chat_template_kwargs,
+    )
+    return tokenizer.encode_pieces(pieces)
+
+
+def _tokenizer(service: Service) -> Tokenizer:
+    if service.tokenizer is None:
+        raise BadRequest("this checkpoint has no tokenizer", status=404)
+    return service.tokenizer
+
+
+def _warned(body: Body) -> dict[str, Any]:
+    found = warnings_of(body)
+    return {"warnings": found} if found else {}
+
+
+ROUTES = (
+    *(
+        Route(f"{prefix}/{name}", "POST", handler, body, summary)
+        for prefix in ("", "/v1")
+        for name, handler, body, summary in (
+            ("tokenize", tokenize, TokenizeBody, "The tokens of a text or a conversation."),
+            ("detokenize", detokenize, DetokenizeBody, "The text of tokens."),
+        )
+    ),
+    Route("/v1/completions/render", "POST", render_completion, CompletionBody, "The prompts of a completions body."),
+    Route("/v1/chat/completions/render", "POST", render_conversation, ChatPrompt, "The prompt of a chat body."),
+)
