@@ -25,7 +25,8 @@ async def chat_completions(service: Service, request: Request) -> Response:
     """One chat completion, whole or as a stream."""
     body = await parse(service, request, ChatBody)
     asked = chat_request(service, body)
-    running = await sse.until_disconnect(request, start(service, asked.turn, request.state.request_id))
+    starting = start(service, asked.turn, request.state.request_id, budget_field=asked.budget_field)
+    running = await sse.until_disconnect(request, starting)
     frame = _frame(service, asked, running, request.state.request_id)
     if body.stream:
         return sse.stream(service, request, _chunks(frame, asked, running), running.cancel)

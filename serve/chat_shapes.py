@@ -104,6 +104,7 @@ class ChatRequest(NamedTuple):
     continuous_usage: bool
     includes_progress: bool
     returns_ids: bool
+    budget_field: str  # the name that was used for the number of new tokens
 
 
 def chat_request(service: Service, body: ChatBody) -> ChatRequest:
@@ -125,7 +126,8 @@ def chat_request(service: Service, body: ChatBody) -> ChatRequest:
     )
     told = (*warnings_of(body), *_warnings(body))
     usage, running = options.include_usage, options.continuous_usage_stats
-    return ChatRequest(turn, told, usage, running, options.include_progress, body.return_token_ids)
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return ChatRequest(turn, told, usage, running, options.include_progress, body.return_token_ids, field)
 
 
 def _refusals(body: ChatBody) -> list[tuple[str, str]]:

@@ -54,7 +54,7 @@ class Running:
             async for event in stream:
                 cached = event.cached if isinstance(event, Reading) else cached
                 scores += event.found if isinstance(event, Scored) else ()
-                for shown in _of_prompt(index, event, tuple(scores), total):
+                for shown in _of_prompt(index, event, scores, total):
                     yield shown
                 if isinstance(event, New):
                     state, said, stopped = reply.push(state, event.token, event.logprob)
@@ -72,17 +72,18 @@ class Running:
             yield shown
 
 
-async def start(service: Service, turn: Turn, request_id: str) -> Running:
+async def start(service: Service, turn: Turn, request_id: str, *, budget_field: str = "max_tokens") -> Running:
     """Renders, checks and submits a turn. Everything that can be known before the first token is raised here.
 
-    ValueError names the field of the request at fault; Refused when the engine takes no more.
+    ValueError names the field of the request at fault, `budget_field` being what it calls the number of new tokens;
+    Refused when the engine takes no more.
     """
     tokenizer = service.tokenizer
     if tokenizer is None:
         raise ValueError("messages: this checkpoint has no tokenizer, so there is no chat; give token ids as a prompt")
     _check_tools(turn, service.limits)
     ids = await prompt_ids(tokenizer, turn)
-    max_new = budget(len(ids), turn.asked.max_new, service.config.max_positions)
+    max_new = budget(len(ids), turn.asked.max_new, service.config.max_positions, budget_field)
     blueprint = await _blueprint(service, turn)
     jobs = tuple(_job(tokenizer, turn.asked, i, ids, max_new, blueprint, request_id) for i in range(turn.asked.n))
     states = tuple(_begin(tokenizer, turn, i, request_id) for i in range(turn.asked.n))
@@ -164,10 +165,12 @@ def _prompt_ids(tokenizer: Tokenizer, turn: Turn) -> tuple[int, ...]:
 
 
 async def _blueprint(service: Service, turn: Turn) -> Blueprint | None:
-    framing = Framing(_offered(turn), turn.tool_choice, turn.parallel_tool_calls, turn.final)
-    if service.grammars is None:
-        return None
-    return await service.grammars.build(framing)
+    if service.grammars is not None:
+        framing = Framing(_offered(turn), turn.tool_choice, turn.parallel_tool_calls, turn.final)
+        return await service.grammars.build(framing)
+    if turn.final is not None or turn.tool_choice not in ("auto", "none"):
+        raise ValueError("tool_choice, response_format: this server has nothing to enforce them with")
+    return None
 
 
 def _stops(tokenizer: Tokenizer, asked: Asked) -> tuple[int, ...]:
@@ -216,12 +219,12 @@ def _begin(tokenizer: Tokenizer, turn: Turn, index: int, request_id: str) -> rep
     )
 
 
-def _of_prompt(index: int, event: JobEvent, scores: tuple[Logprob | None, ...], total: int) -> list[TurnEvent]:
+def _of_prompt(index: int, event: JobEvent, scores: list[Logprob | None], total: int) -> list[TurnEvent]:
     """What is said about the prompt: by the first choice, for all of them."""
     if index == 0 and isinstance(event, Reading):
         return [Progress(event.done, event.total, event.cached)]
     if index == 0 and isinstance(event, Scored) and len(scores) == total:
-        return [PromptScores(scores)]
+        return [PromptScores(tuple(scores))]
     return []
 
 
