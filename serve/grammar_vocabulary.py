@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from muse_fn.tokenizer import Tokenizer
 
-# Fuel makes building and stepping end: a pattern like (?:a{1000}){1000} is given up within 0.1 s instead of 2 s.
+# Fuel makes building and stepping end: a pattern like (?:a{1000}){1000} is given up within 0.3 s instead of 4 s.
 LIMITS: dict[str, int] = {
-    "initial_lexer_fuel": 300_000,
+    "initial_lexer_fuel": 150_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,
