@@ -12,6 +12,7 @@ from typing import TypeVar
 from muse_fn.serve import reply
 from muse_fn.serve.channels import CHANNELS
 from muse_fn.serve.chat import check_tools, render_chat
+from muse_fn.serve.errors import BadRequest
 from muse_fn.serve.grammar import Blueprint, Framing
 from muse_fn.serve.jobs import Done, Job, JobEvent, Logprob, New, Reading, Scored, Stream
 from muse_fn.serve.service import Limits, Service
@@ -20,6 +21,7 @@ from muse_fn.tokenizer import Json, Tokenizer
 
 T = TypeVar("T")
 log = logging.getLogger("muse_fn.serve")
+TOO_LONG = "context_length_exceeded"  # by which clients know that they should shorten the conversation
 _UNSPEAKABLE = re.compile(r'[\s"<>]')  # what a header or a call could not carry
 _CHANNELS = ", ".join(filter(None, CHANNELS))
 
@@ -99,13 +101,14 @@ async def prompt_ids(tokenizer: Tokenizer, turn: Turn) -> tuple[int, ...]:
 
 
 def budget(prompt: int, asked: int | None, limit: int, field: str = "max_tokens") -> int:
-    """How many tokens may be generated: as asked, else up to the limit. Raises ValueError with the three numbers."""
+    """How many tokens may be generated: as asked, else up to the limit. BadRequest has the three numbers."""
     if prompt >= limit:
-        raise ValueError(f"messages: the prompt has {prompt} tokens, which leaves no room for an answer: the model's "
-                         f"limit is {limit} tokens for both")  # fmt: skip
+        message = f"messages: the prompt has {prompt} tokens, which leaves no room for an answer: the maximum context "
+        raise BadRequest(message + f"length is {limit} tokens for both", "messages", code=TOO_LONG)
     if asked is not None and prompt + asked > limit:
-        raise ValueError(f"{field} is {asked}: with the {prompt} tokens of the prompt that is {prompt + asked}, above "
-                         f"the model's limit of {limit} tokens; at most {limit - prompt} are left")  # fmt: skip
+        message = f"{field} is {asked}: with the {prompt} tokens of the prompt that is {prompt + asked}, above the "
+        message += f"maximum context length of {limit} tokens; at most {limit - prompt} are left"
+        raise BadRequest(message, field, code=TOO_LONG)
     return limit - prompt if asked is None else asked
 
 
