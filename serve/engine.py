@@ -171,7 +171,8 @@ class ModelEngine:
         if not job.ids or job.max_new < 1 or positions > config.max_positions:
             limit = config.max_positions
             raise ValueError(f"{len(job.ids)} prompt tokens and {job.max_new} new ones: the model has room for {limit}")
-        needed = blocks_needed(config, positions, self.settings.chunk, self.settings.block_size)
+        # Twice the chunk: the next one is planned before the last one's blocks have left the windows.
+        needed = blocks_needed(config, positions, 2 * self.settings.chunk, self.settings.block_size)
         if needed > self.settings.num_blocks - 1:
             raise ValueError(
                 f"{positions} tokens need {needed} blocks of the cache, which has {self.settings.num_blocks - 1}"

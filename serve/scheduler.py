@@ -126,14 +126,24 @@ def add(state: State, row: Row) -> State:
 
 def plan(state: State, budget: Budget, ahead: Plan | None = None) -> tuple[State, Plan]:
     """What the next step does. With `ahead`, a plan that this state's past made: only newcomers are added to it."""
-    if ahead is None:
+    made = _standing(state, ahead or Plan())
+    budget = budget._replace(tokens=budget.tokens - sum(read.stop - read.start for read in made.reads))
+    if made.is_empty:
         state, decodes = _decodes(state)
         state, reads, budget = _continue(state, budget, bool(decodes))
-    else:
-        reads, decodes = ahead
-        budget = budget._replace(tokens=budget.tokens - sum(read.stop - read.start for read in reads))
-    state, new = _join(state, budget, bool(decodes))
-    return state, Plan((*reads, *new), decodes)
+        made = Plan(reads, decodes)
+    after, new = _join(state, budget, bool(made.decodes))
+    made = _standing(after, made._replace(reads=(*made.reads, *new)))
+    if made.is_empty and after.preemptions > state.preemptions:  # newcomers sent away all that would have had a step
+        return plan(after, budget)
+    return after, made
+
+
+def _standing(state: State, made: Plan) -> Plan:
+    """The plan without those who have ended or made room since, so that they can join again as somebody new."""
+    held = {row.name for row in (*state.reading.values(), *state.running.values())}
+    reads = tuple(read for read in made.reads if read.name in held)
+    return Plan(reads, tuple(name for name in made.decodes if name in state.running))
 
 
 def launch(state: State, ahead: Plan) -> tuple[State, Work]:
