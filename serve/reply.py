@@ -88,7 +88,7 @@ def push(state: ReplyState, token: int, logprob: Logprob | None = None) -> tuple
         state, more = _feed(state, piece, is_token)
         events += more
     raw = _left(state, token, raw)
-    state, events = _attach(state._replace(raw=raw), events)
+    state, events = _attach(state if raw == state.raw else state._replace(raw=raw), events)
     return state, events, state.stopped is not None
 
 
@@ -178,16 +178,19 @@ def _say(state: ReplyState, found: Iterable[channels.Event]) -> tuple[ReplyState
 
 
 def _text(state: ReplyState, kind: Kind, text: str) -> tuple[ReplyState, list[ReplyEvent]]:
-    stopped = None
-    if kind != "reasoning":
+    if kind != state.kind:
+        state = state._replace(kind=kind)
+    if kind != "reasoning" and state.scan.stops:
         after, text, stopped = scan(state.scan, text)
         state = state._replace(scan=after, stopped=stopped)
-    return state._replace(kind=kind), [Said(state.rules.choice, kind, text, ())] if text else []
+    return state, [Said(state.rules.choice, kind, text, ())] if text else []
 
 
 def _release(state: ReplyState) -> tuple[ReplyState, list[ReplyEvent]]:
+    if not state.scan.held:
+        return state, []
     after, held = release(state.scan)
-    return state._replace(scan=after), [Said(state.rules.choice, state.kind, held, ())] if held else []
+    return state._replace(scan=after), [Said(state.rules.choice, state.kind, held, ())]
 
 
 def _call(state: ReplyState, call: Call) -> tuple[ReplyState, list[ReplyEvent]]:
