@@ -25,8 +25,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     """One chat completion, whole or as a stream."""
     body = await parse(service, request, ChatBody)
     asked = chat_request(service, body)
-    starting = start(service, asked.turn, request.state.request_id, budget_field=asked.budget_field)
-    running = await sse.until_disconnect(request, starting)
+    running = await sse.until_disconnect(request, _start(service, asked, request.state.request_id))
     frame = _frame(service, asked, running, request.state.request_id)
     if body.stream:
         return sse.stream(service, request, _chunks(frame, asked, running), running.cancel)
@@ -43,6 +42,19 @@ ROUTES = (Route("/v1/chat/completions", "POST", chat_completions, ChatBody, "Con
 def fingerprint(name: str, config: Config) -> str:
     """Tells models apart: equal for equal names and sizes."""
     return "fp_" + sha256(f"{name}\0{config}".encode()).hexdigest()[:12]
+
+
+async def _start(service: Service, asked: ChatRequest, request_id: str) -> Running:
+    """`start`, with errors about the final answer under the name of the field that asked for it."""
+    try:
+        return await start(service, asked.turn, request_id, budget_field=asked.budget_field)
+    except BadRequest:
+        raise
+    except ValueError as error:
+        if asked.final_field and str(error).startswith("response_format"):
+            _, _, problem = str(error).partition(": ")
+            raise BadRequest(f"{asked.final_field}: {problem}", asked.final_field) from None
+        raise
 
 
 def _frame(service: Service, asked: ChatRequest, running: Running, request_id: str) -> Frame:

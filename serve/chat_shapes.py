@@ -105,6 +105,7 @@ class ChatRequest(NamedTuple):
     includes_progress: bool
     returns_ids: bool
     budget_field: str  # the name that was used for the number of new tokens
+    final_field: str  # where the rule of the final answer stands; empty without one
 
 
 def chat_request(service: Service, body: ChatBody) -> ChatRequest:
@@ -125,9 +126,16 @@ def chat_request(service: Service, body: ChatBody) -> ChatRequest:
         asked=_asked(service, body),
     )
     told = (*warnings_of(body), *_warnings(body))
-    usage, running = options.include_usage, options.continuous_usage_stats
-    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    return ChatRequest(turn, told, usage, running, options.include_progress, body.return_token_ids, field)
+    return ChatRequest(
+        turn,
+        told,
+        options.include_usage,
+        options.continuous_usage_stats,
+        options.include_progress,
+        body.return_token_ids,
+        budget_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        final_field=_final_field(body) if turn.final else "",
+    )
 
 
 def _refusals(body: ChatBody) -> list[tuple[str, str]]:
@@ -193,6 +201,13 @@ def _tool_choice(given: str | dict[str, Any] | None) -> ToolChoice:
     if not isinstance(name, str):
         _refuse("tool_choice.function.name", f"must be a string, found {quoted(name)}")
     return Named(name)
+
+
+def _final_field(body: ChatBody) -> str:
+    given = [key for key, value in (body.structured_outputs or {}).items() if value is not None]
+    if given:
+        return f"structured_outputs.{given[0]}"
+    return "response_format.json_schema.schema" if "json_schema" in (body.response_format or {}) else "response_format"
 
 
 def _effort(body: ChatBody) -> str | None:

@@ -1,16 +1,11 @@
 """Chat completions over HTTP: each field of the API, stream and whole, errors, the official client."""
 
 import asyncio
-import contextlib
 import json
-import socket
-import threading
-from collections.abc import Generator
 from typing import Any, get_type_hints
 
 import openai
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionStreamOptionsParam
@@ -22,6 +17,7 @@ from muse_fn.serve.chat_shapes import ONLY, REFUSED, WITHOUT_EFFECT, ChatBody, C
 from muse_fn.serve.jobs import Done, Job, Reading, Refused
 from tests.serve.asking import HELLO, SECONDS, ask, both, choices, folded, limited, post, refused, send, stream
 from tests.serve.cutting import control, cut, embedded
+from tests.serve.loopback import serving
 from tests.serve.script import ScriptedEngine, make_service, quick
 from tests.turns import TOOLS, call, to, tool
 
@@ -305,34 +301,15 @@ def test_any_tokens_are_told_alike(ids: list[int], n: int) -> None:
     both(playing(ids), tools=TOOLS, n=n, logprobs=True, return_token_ids=True, max_tokens=40)
 
 
-@contextlib.contextmanager
-def serving(engine: ScriptedEngine) -> Generator[str]:
-    """A real server on a free port of this machine; waited for at both ends."""
-    config = uvicorn.Config(
-        make_app(make_service(engine, keys=("key",)), routes=chat_api.ROUTES),
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        timeout_graceful_shutdown=5,
-    )
-    server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-    finally:
-        server.should_exit = True
-        thread.join(SECONDS)
-        listening.close()
-        assert not thread.is_alive()
-
-
 def test_the_official_client() -> None:
     def script(job: Job) -> list[int]:
         return CALLING if b"lookup" in b"".join(embedded().token_bytes(i) for i in job.ids) else ANSWER
 
-    with serving(ScriptedEngine(script)) as url, openai.OpenAI(base_url=url, api_key="key", timeout=SECONDS) as client:
+    app = make_app(make_service(ScriptedEngine(script), keys=("key",)), routes=chat_api.ROUTES)
+    with (
+        serving(app) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="key", timeout=SECONDS, max_retries=0) as client,
+    ):
         plain = client.chat.completions.create(
             model="nano", messages=[{"role": "user", "content": "Hi"}], logprobs=True
         )
