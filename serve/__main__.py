@@ -1,4 +1,4 @@
-"""The command line: `muse-fn generate | chat | score | inspect | plan`. Built with Muse Spark Open."""
+"""The command line: `muse-fn generate | chat | score | serve | inspect | plan`. Built with Muse Spark Open."""
 
 import io
 import sys
@@ -12,6 +12,7 @@ from muse_fn.serve.member import line, tell
 from muse_fn.serve.options import BANNER
 from muse_fn.serve.planning import plan
 from muse_fn.serve.score import score
+from muse_fn.serve.serving import serve
 
 app = typer.Typer(
     help=f"Muse Spark Open as pure functions. {BANNER}.",
@@ -20,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, score, inspect, plan):
+for command in (generate, chat, score, serve, inspect, plan):
     app.command()(command)
 
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -24,13 +25,16 @@ from muse_fn.generation import BLOCK
 from muse_fn.kvcache.blocks import stats
 from muse_fn.kvcache.cache import KVCache
 from muse_fn.serve.drawer import Drawer
+from muse_fn.serve.following import NOTHING, announce
 from muse_fn.serve.jobs import Done, Job, Load, New, Reading, Refused, Scored
+from muse_fn.serve.lives import Live, end_of, scoring_of
 from muse_fn.serve.metrics import Metrics
 from muse_fn.serve.pace import Pace
 from muse_fn.serve.scheduler import Budget, Plan, Row, State, Work, add, end, launch, plan, settle
 from muse_fn.serve.steps import Drawn, Found, Orders, Scoring, run
 from muse_fn.serve.streams import JobStream
 
+PULSE = 60.0  # seconds without work after which the other ranks hear that all is well
 FAILURES = 3  # steps that may fail one after the other before the engine gives up
 
 log = logging.getLogger("muse_fn.serve")
@@ -51,25 +55,16 @@ class EngineSettings:
     reuse: bool = True  # equal beginnings of prompts are read once
 
 
-@dataclass
-class _Live:
-    """One job in the engine."""
-
-    job: Job
-    stream: JobStream
-    drawer: Drawer
-    arrived: float
-    last: float | None = None  # when its last token was told
-    scored: int = 0  # prompt tokens whose log-probabilities have been told
-    cached: int | None = None
-    finish: Done | None = None
+def open_cache(runner: Runner, settings: EngineSettings) -> Batch:
+    """The empty cache of these settings."""
+    return open_batch(runner, settings.num_blocks, settings.block_size, dtype=settings.kv_dtype)
 
 
 class _Outcome(NamedTuple):
     """What a step gave, with the jobs it was for as they were when it began."""
 
     work: Work
-    lives: dict[int, _Live]
+    lives: dict[int, Live]
     found: Found
     seconds: float
     scorings: tuple[Scoring | None, ...] = ()
@@ -88,10 +83,10 @@ class ModelEngine:
     is_draining: bool = False
 
     def __post_init__(self) -> None:
-        batch = self._open()
+        batch = open_cache(self.runner, self.settings)
         self._kv: KVCache = batch.kv
         self._state = State(batch.pool)
-        self._lives: dict[int, _Live] = {}
+        self._lives: dict[int, Live] = {}
         self._names, self._failures = 0, 0
         self._pace = Pace(self.settings.share)
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
@@ -114,14 +109,23 @@ class ModelEngine:
             for live in list(self._lives.values()):
                 self._finish(live, Done("abort", "the server is shutting down"))
 
+    async def ended(self) -> None:
+        """Until it has stopped or failed for good."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
     async def stop(self) -> None:
-        """Ends everything at once."""
-        self.is_draining, self.health = True, "stopped"
+        """Ends everything at once. What is stopped already stays so."""
+        if self.health == "stopped":
+            return
+        failed, self.is_draining, self.health = bool(self.health), True, "stopped"
         for live in list(self._lives.values()):
             self._finish(live, Done("abort", "the server is shutting down"))
         self._wake.set()
         if self._task is not None:
             await self._task
+            if not failed:  # else the other ranks are as good as gone
+                await self._announce(None)
         self._thread.shutdown()
 
     def submit(self, jobs: tuple[Job, ...]) -> tuple[JobStream, ...]:
@@ -161,10 +165,6 @@ class ModelEngine:
         held = len(state.reading) + len(state.running)
         return Load(len(state.waiting), held, blocks.used, blocks.cached, state.pool.num_blocks - 1)
 
-    def _open(self) -> Batch:
-        chosen = self.settings
-        return open_batch(self.runner, chosen.num_blocks, chosen.block_size, dtype=chosen.kv_dtype)
-
     def _check(self, job: Job) -> None:
         """Raises ValueError for a job that can never run."""
         config, positions = self.runner.config, len(job.ids) + job.max_new
@@ -183,7 +183,7 @@ class ModelEngine:
         name = self._names
         stream = JobStream(partial(self._cancel, name))
         drawer = Drawer(job, self.runner.config.vocab_size)
-        self._lives[name] = _Live(job, stream, drawer, self.clock())
+        self._lives[name] = Live(job, stream, drawer, self.clock())
         row = Row(
             name,
             np.array(job.ids, np.int32),
@@ -203,7 +203,7 @@ class ModelEngine:
             self.metrics.aborted()
             self._finish(live, Done("abort", "the client does not want the rest"))
 
-    def _finish(self, live: _Live, done: Done, *, trusted: bool = True) -> None:
+    def _finish(self, live: Live, done: Done, *, trusted: bool = True) -> None:
         """The job is over: its blocks are given back now, its stream hears of it."""
         name = next((name for name, other in self._lives.items() if other is live), None)
         if name is None:
@@ -262,7 +262,17 @@ class ModelEngine:
             self._idle.set()
         self._wake.clear()
         assert self._state.is_idle, f"nothing can go on: {self.load()=}"
-        await self._wake.wait()
+        while not self._wake.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PULSE):
+                    await self._wake.wait()
+            await self._announce(NOTHING)
+
+    async def _announce(self, orders: Orders | None) -> None:
+        """In the thread, as all that ranks do together."""
+        mesh, device = self.runner.mesh, self.runner.device
+        if mesh.ranks > 1:
+            await asyncio.get_running_loop().run_in_executor(self._thread, announce, orders, mesh, device)
 
     def _budget(self) -> Budget:
         chosen = self.settings
@@ -277,14 +287,15 @@ class ModelEngine:
                 self.metrics.queued(self.clock() - live.arrived)
                 self.metrics.prompt_tokens(len(live.job.ids), read.cached)
 
-    def _step(self, work: Work, lives: dict[int, _Live]) -> _Outcome | Exception:
+    def _step(self, work: Work, lives: dict[int, Live]) -> _Outcome | Exception:
         """In the thread: one step of the model, and what it means for each sequence's next draw."""
         started = self.clock()
         shares = (*work.reads, *work.decodes)
         drawing = [lives[share.name].drawer for share in shares if share.draws]
-        scorings = tuple(_scoring(lives[s.name].job, s.start, len(s.tokens)) for s in work.reads)
+        scorings = tuple(scoring_of(lives[s.name].job, s.start, len(s.tokens)) for s in work.reads)
         try:
             orders = Orders(work.reads, work.decodes, tuple(d.rule() for d in drawing), scorings)
+            announce(orders, self.runner.mesh, self.runner.device)
             found, self._kv = run(self.runner, self._kv, orders, self.allowed_V)
         except Exception as error:
             log.exception("a step has failed")
@@ -307,7 +318,7 @@ class ModelEngine:
         self._pace = self._pace.after(work, outcome.seconds, self.settings.chunk)
         for name, one in drawn.items():
             live = lives[name]
-            done = _end_of(live, one)
+            done = end_of(live, one)
             if done is not None and name in self._lives:
                 live.finish = done
                 del self._lives[name]
@@ -322,10 +333,10 @@ class ModelEngine:
         for name, live in list(self._lives.items()):
             if name not in waiting:
                 self._finish(live, Done("error", why))
-        if self._failures >= FAILURES:
-            self._give_up(f"{why}, {FAILURES} times in a row")
+        if self._failures >= FAILURES or self.runner.mesh.ranks > 1:
+            self._give_up(f"{why}, {self._failures} times in a row")
             return
-        batch = self._open()
+        batch = open_cache(self.runner, self.settings)
         self._kv = batch.kv
         self._state = self._state._replace(pool=batch.pool)
 
@@ -345,7 +356,7 @@ class ModelEngine:
         for share, one in zip(shares, outcome.found.drawn, strict=True):
             self._tell(outcome.lives[share.name], one, now)
 
-    def _tell(self, live: _Live, one: Drawn, now: float) -> None:
+    def _tell(self, live: Live, one: Drawn, now: float) -> None:
         if one.token >= 0 and (live.finish is None or live.finish.finish in ("stop", "length")):
             live.stream.push(New(one.token, one.logprob))
             note = self.metrics.first_token if live.last is None else self.metrics.next_token
@@ -358,22 +369,3 @@ class ModelEngine:
                 self.metrics.bad_row()
             self.metrics.finished(live.finish.finish, now - live.arrived)
             self._idle.set()
-
-
-def _scoring(job: Job, start: int, count: int) -> Scoring | None:
-    """The prompt tokens that a chunk gives the log-probabilities of."""
-    if job.prompt_logprobs is None or start >= len(job.ids):
-        return None
-    return Scoring(np.array(job.ids[start + 1 : start + 1 + count], np.int64), job.prompt_logprobs)
-
-
-def _end_of(live: _Live, one: Drawn) -> Done | None:
-    """Why a job is over with this token; None if it goes on."""
-    job, drawer = live.job, live.drawer
-    if one.token < 0:
-        return Done("error", "the model's logits were not finite")
-    if drawer.broken:
-        return Done("error", drawer.broken)
-    if one.token in job.stop_tokens or drawer.is_done:
-        return Done("stop")
-    return Done("length") if drawer.made >= job.max_new else None

@@ -73,21 +73,22 @@ class _Rank:
         return self.process.returncode is not None
 
 
-def launch_command(mesh: Mesh, quiet: bool) -> None:
+def launch_command(mesh: Mesh, quiet: bool, mercy: float = MERCY) -> None:
     """Runs this very command once more in each rank of the mesh; see `launch`."""
     # Where this process does not import from its working directory, neither does a rank.
     safe = [] if {"", str(Path.cwd())} & set(sys.path) else ["-P"]
     command = [sys.executable, *safe, "-m", "muse_fn.serve", *sys.argv[1:]]
-    launch(command, mesh.ranks, quiet=quiet or not err.is_terminal)
+    launch(command, mesh.ranks, quiet=quiet or not err.is_terminal, mercy=mercy)
 
 
-def launch(command: Sequence[str], ranks: int, *, quiet: bool = True) -> None:
+def launch(command: Sequence[str], ranks: int, *, quiet: bool = True, mercy: float = MERCY) -> None:
     """Runs a command, whose first word is a path, as that many ranks, and returns when all have ended well.
 
     Rank 0 has this process's standard output and error; of the others a failing one's last lines are shown if it
     reports nothing. Draws the loading of each rank unless `quiet`. Raises RankError with the first cause. A signal
     that ends this process is SystemExit with 128 + its number; that nobody reads the answers any more is SystemExit
-    with 1, as for one rank. In every case no rank is left, and none outlives this process however it ends.
+    with 1, as for one rank. In every case no rank is left, and none outlives this process however it ends. Ranks that
+    are told to end have `mercy` seconds.
     """
     crew: list[_Rank] = []
     cause: Cause | None = None
@@ -100,7 +101,7 @@ def launch(command: Sequence[str], ranks: int, *, quiet: bool = True) -> None:
             with loading_bars(quiet) as bars:
                 cause = _supervise(crew, asked, bars)
         finally:
-            _stop(crew)
+            _stop(crew, mercy if cause is None else MERCY)
             words = "" if cause is None or cause.is_reported else _last_words(crew[cause.rank])
             _close(crew)
     if asked:
@@ -255,12 +256,12 @@ def _let_begin(crew: list[_Rank]) -> None:
             member.line.send_bytes(b"begin")
 
 
-def _stop(crew: list[_Rank]) -> None:
+def _stop(crew: list[_Rank], mercy: float) -> None:
     """Ends and reaps whoever still runs."""
     for member in crew:
         if member.process.poll() is None:
             member.process.terminate()
-    deadline = time.monotonic() + MERCY
+    deadline = time.monotonic() + mercy
     for member in crew:
         try:
             member.process.wait(max(0.0, deadline - time.monotonic()))

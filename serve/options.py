@@ -45,6 +45,15 @@ class Quantize(StrEnum):
     mxfp4 = "mxfp4"
 
 
+class KvDtype(StrEnum):
+    """How keys and values are stored."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    fp8 = "fp8"
+
+
+KV_DTYPES = {KvDtype.float32: torch.float32, KvDtype.bfloat16: torch.bfloat16, KvDtype.fp8: torch.float8_e4m3fn}
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dtype.stored: None}
 
 ModelDir = Annotated[Path | None, typer.Option("--model", help="Checkpoint folder. Default: the embedded nano model.")]
@@ -52,6 +61,9 @@ Device = Annotated[str, typer.Option("--device", help="Torch device, such as cpu
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of plain parameters.")]
 QuantizeOption = Annotated[
     Quantize | None, typer.Option("--quantize", help="Pack the inner layers' experts while loading.")
+]
+KvOption = Annotated[
+    KvDtype | None, typer.Option("--kv", help="Dtype of the KV cache. Default: that of the parameters.")
 ]
 MeshOption = Annotated[
     str | None,

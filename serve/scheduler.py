@@ -5,9 +5,9 @@
               +---- makes room --+----------------+      (to be read again, with what it has made)
 
 `plan` looks ahead: it may be called while the step before is still running, since what it decides does not depend on
-the tokens of that step. `launch` turns a plan into work as soon as they are known, without the sequences that have ended
-meanwhile, and `settle` takes in what the work has done. A state that is not the newest is still a state: nothing is
-changed in place. There is no clock in here: how much of long prompts may be read now is said by `Budget.long`.
+the tokens of that step. `launch` turns a plan into work as soon as they are known, without the sequences that have
+ended meanwhile, and `settle` takes in what the work has done. A state that is not the newest is still a state: nothing
+is changed in place. There is no clock in here: how much of long prompts may be read now is said by `Budget.long`.
 """
 
 from __future__ import annotations  # the maps of rpds take type arguments only on paper

@@ -49,6 +49,16 @@ def broadcast(x: Tensor, mesh: Mesh, axes: Axes, index: int) -> Tensor:
     return link_of(mesh).broadcast(x.contiguous(), peers[index], peers)
 
 
+def tell_all(data: bytes | None, mesh: Mesh, device: torch.device) -> bytes:
+    """What rank 0 gives, on every rank; the others give None. All ranks of the mesh call it."""
+    link, peers = link_of(mesh), tuple(range(mesh.ranks))
+    size = link.broadcast(torch.tensor([len(data or b"")], device=device), 0, peers)
+    mine = torch.empty(int(size), dtype=torch.uint8)
+    if data is not None:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return link.broadcast(mine.to(device), 0, peers).cpu().numpy().tobytes()
+
+
 def hand_on(x: Tensor | None, mesh: Mesh, into: Tensor | None) -> Tensor | None:
     """Gives x to the next pipeline stage and returns what the previous one gives, of the shape and dtype of `into`."""
     if x is None and into is None:
