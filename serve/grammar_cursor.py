@@ -107,6 +107,8 @@ class Cursor:
             raise ValueError(f"the grammar engine gave up: {reason(self._matcher)}")
         may_end = allows(mask, plan.vocabulary.end)
         mask = mask & plan.vocabulary.ordinary
+        if may_end and not mask.any():  # the library also says so where nothing at all can follow
+            may_end = self._matcher.is_accepting()
         if may_end:
             mask = mask | ends
         if self._guard is not None:

@@ -48,6 +48,17 @@ class Trials:
         if answer[1]:
             raise Fault(" ".join(answer[1].replace("<non-verbose/>", "").split())[:300], answer[0])
 
+    @property
+    def process_id(self) -> int | None:
+        """Of the worker, if there is one."""
+        process = self._process
+        return None if process is None else process.pid
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being tried."""
+        return self._lock.locked()
+
     def close(self) -> None:
         """Ends the worker. What is being tried fails; so does everything after."""
         self._closed = True

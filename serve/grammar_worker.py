@@ -57,7 +57,7 @@ def tried(engine: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
         allowed = np.flatnonzero(bits)
         allowed = allowed[allowed != engine.eos_token]
         if not matcher.is_error() and not allowed.size:
-            break
+            return "" if matcher.is_accepting() else "it comes to a place where nothing can follow"
         if not matcher.is_error():
             matcher.consume_token(int(draw.choice(allowed)))
     return matcher.get_error() if matcher.is_error() else ""

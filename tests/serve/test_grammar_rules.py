@@ -236,6 +236,21 @@ def test_rules_that_cannot_be(grammars: Grammars, final: Final, message: str) ->
     assert grammars.compile(Framing(final=Final("choice", ["a"]))) is not None
 
 
+@pytest.mark.parametrize("grammar", ['start: "a" x\nx: "b" x', "start: x\nx: x"])
+def test_a_grammar_without_an_end_is_no_way_to_write_nothing(grammars: Grammars, grammar: str) -> None:
+    """Refused, or stuck for its own row; never an answer that has ended."""
+    try:
+        cursor = grammars.compile_plain(Final("grammar", grammar)).begin()
+        for _ in range(50):
+            assert not {*tokenizer().stop_ids} & {*allowed(cursor)}
+            cursor.push(allowed(cursor)[0])
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = "endless"
+    assert refusal
+
+
 @pytest.mark.parametrize("schema", [{}, True, {"type": "integer", "maximum": 20000000000}, {"type": "number"}])
 def test_what_is_hardly_bound_still_ends(grammars: Grammars, schema: Json) -> None:
     """Trial 17: digits, and white space, run out, whatever a schema allows."""
