@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from muse_fn.serve import schemas
 from muse_fn.serve.jobs import Logprob
+from muse_fn.serve.reply import token_bytes
 from muse_fn.serve.turns import Called, Counts, Ended, Piece, Progress, PromptScores, Said, TurnEvent
 from muse_fn.tokenizer import Tokenizer
 
@@ -175,27 +176,26 @@ def _logprobs(frame: Frame, pieces: tuple[Piece, ...]) -> Object | None:
 
 
 def _token(frame: Frame, token: int, logprob: float) -> Object:
-    raw = _raw(frame, token)
-    text = raw.decode("utf-8", errors="replace")
-    return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(raw)}
+    raw = token_bytes(frame.tokenizer, token)
+    return {"token": raw.decode("utf-8", errors="replace"), "logprob": _number(logprob), "bytes": list(raw)}
 
 
-def _raw(frame: Frame, token: int) -> bytes:
-    known = frame.tokenizer.bytes_of
-    return (known[token] if 0 <= token < len(known) else None) or b""
+def _number(logprob: float) -> float:
+    """As JSON has it: finite, and never above the zero that rounding may pass."""
+    return min(max(logprob, LEAST), 0.0)
 
 
 def _prompt_logprob(frame: Frame, token: int, found: Logprob | None) -> Object | None:
-    """Of the prompt's token and the likeliest ones, by id."""
+    """Of the prompt's token, which comes first, and of the likeliest ones, by id."""
     if found is None:
         return None
-    ranked = {top: (place + 1, value) for place, (top, value) in enumerate(found.top)}
-    ranked[token] = (found.rank, found.chosen)
+    ranked = {token: (found.rank, found.chosen)}
+    ranked |= {top: (place + 1, value) for place, (top, value) in enumerate(found.top) if top != token}
     return {
         str(key): {
-            "logprob": max(value, LEAST),
+            "logprob": _number(value),
             "rank": rank,
-            "decoded_token": _raw(frame, key).decode("utf-8", errors="replace"),
+            "decoded_token": token_bytes(frame.tokenizer, key).decode("utf-8", errors="replace"),
         }
         for key, (rank, value) in ranked.items()
     }

@@ -117,6 +117,13 @@ def function_names(tools: Json) -> tuple[str, ...]:
     return _names(check_tools(tools), "")
 
 
+def _count(tools: Json) -> int:
+    """How many functions there are at most, before anything about them is known: in time that floods cannot stretch."""
+    listed = tools if isinstance(tools, list) else []
+    inner = (tool.get("tools") for tool in listed if isinstance(tool, dict))
+    return len(listed) + sum(len(tools) - 1 for tools in inner if isinstance(tools, list))
+
+
 def _names(tools: Json, prefix: str) -> tuple[str, ...]:
     found = list[str]()
     for tool in tools if isinstance(tools, list) else []:
@@ -131,9 +138,9 @@ def _names(tools: Json, prefix: str) -> tuple[str, ...]:
 
 def _check_tools(turn: Turn, limits: Limits) -> None:
     """Whether each tool can be called by its name, and whether the tools can do what tool_choice wants."""
+    if (count := _count(turn.tools)) > limits.tools:
+        raise ValueError(f"tools: {count} functions are more than the limit of {limits.tools}")
     names = function_names(turn.tools)
-    if len(names) > limits.tools:
-        raise ValueError(f"tools: {len(names)} functions are more than the limit of {limits.tools}")
     for name in names:
         if len(name) > limits.name:
             raise ValueError(f"tools: a name of {len(name)} characters is longer than the limit of {limits.name}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import MutableMapping
 from typing import Any, get_type_hints
 
 import openai
@@ -14,8 +15,8 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from muse_fn.serve import chat_api
 from muse_fn.serve.app import make_app
 from muse_fn.serve.chat_shapes import ONLY, REFUSED, WITHOUT_EFFECT, ChatBody, ChatStreamOptions
-from muse_fn.serve.jobs import Done, Job, Reading, Refused
-from tests.serve.asking import HELLO, SECONDS, ask, both, choices, folded, limited, post, refused, send, stream
+from muse_fn.serve.jobs import Done, Job, Logprob, New, Reading, Refused
+from tests.serve.asking import HELLO, PATH, SECONDS, ask, both, choices, folded, limited, post, refused, send, stream
 from tests.serve.cutting import control, cut, embedded
 from tests.serve.loopback import serving
 from tests.serve.script import ScriptedEngine, make_service, quick
@@ -294,6 +295,44 @@ def test_one_failed_choice_fails_the_answer() -> None:
     response = post(engine, {"messages": HELLO, "n": 2, "seed": 0})
     assert (response.status_code, response.json()["error"]["message"]) == (500, "not a number")
     assert engine.running == 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_whoever_goes_away_gives_everything_back(streams: bool) -> None:
+    async def leave() -> ScriptedEngine:
+        begun = asyncio.Event()
+
+        def script(job: Job) -> list[Any]:
+            begun.set()
+            return [*ANSWER[:9], asyncio.Event()]
+
+        engine, bodies = ScriptedEngine(script), [json.dumps({"messages": HELLO, "n": 2, "stream": streams}).encode()]
+
+        async def receive() -> dict[str, Any]:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def swallow(message: MutableMapping[str, Any]) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": [(b"content-type", b"application/json")]}
+        app = make_app(make_service(engine), routes=chat_api.ROUTES)
+        await app({**scope, "query_string": b""}, receive, swallow)
+        return engine
+
+    engine = limited(leave())
+    assert (len(engine.jobs), engine.running, engine.cancels) == (2, 0, 2)
+
+
+def test_probabilities_of_zero_and_one_are_finite_numbers() -> None:
+    def odd(job: Job) -> list[Any]:
+        return [New(control("<|eot|>"), Logprob(float("-inf"), 9, ((5, 1e-6),)))]
+
+    (choice,) = both(ScriptedEngine(odd), logprobs=True, top_logprobs=1)["choices"]
+    (token,) = choice["logprobs"]["content"]
+    assert (token["logprob"], token["top_logprobs"][0]["logprob"]) == (-9999.0, 0.0)
 
 
 @given(st.lists(st.sampled_from([*ANSWER, *CALLING, 5, 99, 300]), max_size=30), st.integers(1, 3))

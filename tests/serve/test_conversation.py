@@ -230,6 +230,9 @@ def test_tools_and_tool_choice_are_checked() -> None:
     assert "'nope'" in refused(turn(tools=tools, tool_choice=Named("nope")))
     assert "'lookup'" in refused(turn(tools=[*TOOLS, tool("lookup")]))
     assert "limit of 2" in refused(turn(tools=tools), make_service(ScriptedEngine(), limits=quick(tools=2)))
+    inner: Json = [{"type": "namespace", "name": "x", "tools": [tool("a"), tool("b")]}, tool("c")]
+    assert "3 functions" in refused(turn(tools=inner), make_service(ScriptedEngine(), limits=quick(tools=2)))
+    assert run(ANSWER, turn(tools=inner))
     assert "limit of 5" in refused(turn(tools=[tool("abcdef")]), make_service(ScriptedEngine(), limits=quick(name=5)))
     for name in ("user", "self", "commentary", "developer", "a b", 'a"b', "a<b", "a>b", "a\nb"):
         assert refused(turn(tools=[tool(name)])).startswith("tools:")
