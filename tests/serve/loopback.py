@@ -19,6 +19,7 @@ def serving(app: ASGIApp) -> Generator[str]:
     """The server's address while it runs."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # whoever comes before the server has started waits for it
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     options: dict[str, Any] = {"sockets": [listener]}
