@@ -32,7 +32,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     try:
         return JSONResponse(await sse.until_disconnect(request, _whole(frame, running)))
     finally:
-        running.cancel()
+        running.cancel()  # work that is cancelled before its first step cleans nothing up itself
 
 
 ROUTES = (Route("/v1/chat/completions", "POST", chat_completions, ChatBody, "Continue a conversation"),)

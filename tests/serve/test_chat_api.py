@@ -270,6 +270,16 @@ def test_both_names_of_the_budget() -> None:
     assert [job.max_new for job in engine.jobs] == [9, 9, 9]
 
 
+def test_what_later_choices_found_is_not_called_cached() -> None:
+    """The first choice read the prompt; the others found its work."""
+
+    def script(job: Job) -> list[Any]:
+        return [Reading(len(job.ids), len(job.ids), 4 if job.sampling.seed == 0 else len(job.ids) - 1), *ANSWER]
+
+    usage = both(ScriptedEngine(script), n=3, seed=0)["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
 def test_an_unknown_model_is_404() -> None:
     assert refused(playing(), model="gpt-x")["status"] == 404
     assert ask(playing(), model="nano")["model"] == "nano"

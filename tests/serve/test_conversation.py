@@ -127,13 +127,23 @@ def test_choices_are_told_apart_and_each_as_if_alone(n: int, stop_at: int, budge
 
 
 def test_a_stop_string_gives_the_place_back_at_once() -> None:
-    gate = asyncio.Event()
-    engine, events = run([*ANSWER[:-1], gate], turn(asked=Asked(stop=("there",))))
-    assert engine.cancels == 1
-    ended = events[-1]
-    assert isinstance(ended, Ended)
-    assert (ended.finish, ended.stop_reason) == ("stop", "there")
-    assert engine.running == 0
+    async def two() -> None:
+        gate = asyncio.Event()
+
+        def script(job: Job) -> list[Any]:
+            return [*ANSWER[:-1], asyncio.Event()] if job.sampling.seed == 0 else [*ANSWER[:3], gate, *ANSWER[3:]]
+
+        engine = ScriptedEngine(script)
+        running = await start(make_service(engine), turn(asked=Asked(n=2, stop=("there",))), "req")
+        ends = list[Ended]()
+        async for event in running:
+            if isinstance(event, Ended):
+                ends.append(event)
+                assert (engine.cancels, engine.running) == (len(ends), 2 - len(ends))
+                gate.set()
+        assert [(e.choice, e.finish, e.stop_reason) for e in ends] == [(i, "stop", "there") for i in range(2)]
+
+    limited(two())
 
 
 @pytest.mark.parametrize("place", [0, 3])
@@ -232,7 +242,7 @@ def test_tools_and_tool_choice_are_checked() -> None:
     assert "limit of 2" in refused(turn(tools=tools), make_service(ScriptedEngine(), limits=quick(tools=2)))
     inner: Json = [{"type": "namespace", "name": "x", "tools": [tool("a"), tool("b")]}, tool("c")]
     assert "3 functions" in refused(turn(tools=inner), make_service(ScriptedEngine(), limits=quick(tools=2)))
-    assert run(ANSWER, turn(tools=inner))
+    assert run(ANSWER, turn(tools=inner))[0].jobs
     assert "limit of 5" in refused(turn(tools=[tool("abcdef")]), make_service(ScriptedEngine(), limits=quick(name=5)))
     for name in ("user", "self", "commentary", "developer", "a b", 'a"b', "a<b", "a>b", "a\nb"):
         assert refused(turn(tools=[tool(name)])).startswith("tools:")

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from muse_fn.serve.channels import parse
@@ -120,6 +120,7 @@ def first_end(text: str, stops: tuple[str, ...]) -> tuple[int, int, str] | None:
     return None
 
 
+@example("aabcc", ("cc", "bc", "abc"), 1)
 @given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3).map(tuple), seeds)
 def test_a_stop_string_ends_the_text_where_a_reader_of_characters_would(
     text: str, stops: tuple[str, ...], seed: int
