@@ -146,6 +146,8 @@ def _close(state: State) -> Step:
 def _end(state: State, ended: Ended) -> list[Object]:
     reason, sequence = stop_reason(ended, state.max_tokens)
     delta: Object = {"stop_reason": reason, "stop_sequence": sequence}
+    if ended.damaged:  # meant for a tool and no call: not text, but not to be lost either
+        delta["damaged_tool_calls"] = list[Json](ended.damaged)
     return [{"type": "message_delta", "delta": delta, "usage": usage(ended.counts)}, {"type": "message_stop"}]
 
 

@@ -172,6 +172,8 @@ def _end(state: State, ended: Ended) -> Step:
         response["error"] = {"code": "server_error", "message": ended.why or "the generation was ended"}
     elif status == "incomplete":
         response["incomplete_details"] = {"reason": "max_output_tokens"}
+    if ended.damaged:  # meant for a tool and no call: not text, but not to be lost either
+        response["damaged_tool_calls"] = list[Json](ended.damaged)
     return state, [*events, _event("failed" if status == "cancelled" else status, response=response)]
 
 

@@ -314,3 +314,8 @@ def test_stop_sequences_are_checked(stops: list[str]) -> None:
     else:
         with pytest.raises(ValueError, match=r"^stop_sequences"):
             read(body(USER), settings, Limits())
+
+
+def test_what_was_meant_for_a_tool_is_not_lost() -> None:
+    whole = messages_out.whole(run([Ended(0, "stop", "", None, EMPTY, (), ("add 1",))]))
+    assert whole["damaged_tool_calls"] == ["add 1"]

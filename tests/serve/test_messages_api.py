@@ -226,6 +226,23 @@ def test_unknown_fields_warn_or_are_refused(engine: ScriptedEngine, client: anth
     )
 
 
+def test_a_message_cut_anywhere_is_the_same_in_both_modes(client: anthropic.Anthropic, engine: ScriptedEngine) -> None:
+    """Trial 11: only whole calls are told, and what was told can be sent back."""
+    engine.script = EVERYTHING
+    for most in range(1, len(EVERYTHING), 5):
+        asked: Any = {**ASK, "max_tokens": most, "tools": [TOOL], "extra_headers": {"x-request-id": "one"}}
+        whole = create(client, **asked)
+        with client.messages.stream(**asked) as stream:
+            streamed = stream.get_final_message()
+        assert streamed.stop_reason == whole.stop_reason == "max_tokens"
+        assert [block.to_dict() for block in streamed.content] == [block.to_dict() for block in whole.content]
+        called = [block for block in whole.content if block.type == "tool_use"]
+        assert [block.input for block in called] in ([], [{"a": 1, "note": "\u2028 <b>"}])
+        results: Any = [{"type": "tool_result", "tool_use_id": block.id, "content": "ok"} for block in called]
+        history = [*ASK["messages"], {"role": "assistant", "content": whole.content}]
+        create(client, messages=[*history, {"role": "user", "content": [*results, {"type": "text", "text": "Go on"}]}])
+
+
 @given(spoiled(good_bodies(), *NAMES), st.booleans())
 def test_no_body_breaks_the_server(spoilt: Object, streams: bool) -> None:
     app = make_app(make_service(ScriptedEngine(answers("Hello"))), routes=messages_api.ROUTES)

@@ -351,3 +351,8 @@ def test_unknown_fields_are_found_wherever_they_stand() -> None:
     content: Json = [item("input_text", text="Hi", colour="red")]
     found = ask({"role": "user", "content": content, "mood": 1}, tools=[{**TOOL, "price": 3}], text={"size": 2})
     assert found.unknown == ("tools[0].price", "input[0].mood", "input[0].content[0].colour", "text.size")
+
+
+def test_what_was_meant_for_a_tool_is_not_lost() -> None:
+    last = cast("Any", run([Ended(0, "stop", "", None, EMPTY, (), ("add 1",))])[-1])
+    assert last["response"]["damaged_tool_calls"] == ["add 1"]

@@ -253,6 +253,21 @@ def test_unknown_fields_warn_or_are_refused(engine: ScriptedEngine, client: open
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0].colour")
 
 
+def test_a_response_cut_anywhere_is_the_same_in_both_modes(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    """Trial 11: only whole calls are told, and what was told can be sent back."""
+    engine.script = EVERYTHING
+    for most in range(1, len(EVERYTHING), 5):
+        asked: Any = {"max_output_tokens": most, "tools": [TOOL], "extra_headers": {"x-request-id": "one"}}
+        whole = create(client, **asked)
+        last = list(create(client, **asked, stream=True))[-1]
+        assert (whole.status, last.type) == ("incomplete", "response.incomplete")
+        assert stable(last.response) == stable(whole)
+        called = [one for one in whole.output if one.type == "function_call"]
+        assert [json.loads(one.arguments) for one in called] in ([], [{"a": 1, "note": "\u2028 <b>"}])
+        results = [{"type": "function_call_output", "call_id": one.call_id, "output": "ok"} for one in called]
+        create(client, input=[{"role": "user", "content": "Hi"}, *whole.output, *results])
+
+
 @given(spoiled(good_bodies(), *NAMES), st.booleans())
 def test_no_body_breaks_the_server(spoilt: Object, streams: bool) -> None:
     app = make_app(make_service(ScriptedEngine(answers("Hello"))), routes=responses_api.ROUTES)
