@@ -65,7 +65,7 @@ class Blueprint:
 class Grammars:
     """Compiles constraints for one tokenizer under a model of `vocab_size` ids; one per server.
 
-    `seconds` bound the trial of one request's grammars, `size` their bytes.
+    `seconds` bound the trial of a request's grammar (twice as many if it has 128 tools), `size` its bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, seconds: float = 5.0, size: int = 1 << 20) -> None:
@@ -89,6 +89,10 @@ class Grammars:
     async def build_plain(self, final: Final) -> Blueprint:
         """For text without framing: all of it matches the rule, then an end token comes."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.compile_plain, final)
+
+    async def warm(self) -> None:
+        """Starts a worker now instead of at the first request that needs one."""
+        await self.build_plain(Final("choice", ["warm"]))
 
     async def close(self) -> None:
         """Ends the worker process and refuses everything after."""

@@ -14,6 +14,7 @@ from muse_fn.serve.grammar_vocabulary import Vocabulary
 
 WORKER = Path(__file__).with_name("grammar_worker.py")
 START_SECONDS = 60.0
+MANY = 128  # so many grammars in one request have twice the time of one
 MEMORY = 2 << 30  # bytes of address space of one worker
 
 
@@ -29,7 +30,7 @@ class Trials:
     """One worker process, started at the first trial and again after it had to be killed. Any thread may use it."""
 
     def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
-        self._about = {**vocabulary.described(), "seconds": seconds, "memory": MEMORY}
+        self._vocabulary = vocabulary
         self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -42,9 +43,10 @@ class Trials:
                 raise Fault("the server is shutting down")
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            answer = self._ask(grammars, self._seconds)
+            seconds = self._seconds * (1 + len(grammars) / MANY)
+            answer = self._ask(grammars, seconds)
         if answer is None:
-            raise Fault(f"does not compile within {self._seconds:g} s and {MEMORY >> 20} MiB")
+            raise Fault(f"does not compile within {seconds:.3g} s and {MEMORY >> 20} MiB")
         if answer[1]:
             raise Fault(" ".join(answer[1].replace("<non-verbose/>", "").split())[:300], answer[0])
 
@@ -81,7 +83,8 @@ class Trials:
             errors="replace",
             start_new_session=True,  # an interrupt from the keyboard is the server's to handle
         )
-        if self._ask(self._about, START_SECONDS) is None:
+        about = {**self._vocabulary.described(), "seconds": self._seconds, "memory": MEMORY, "many": MANY}
+        if self._ask(about, START_SECONDS) is None:
             raise RuntimeError("the worker that tries grammars did not start")
 
     def _ask(self, value: object, seconds: float) -> tuple[int, str] | None:

@@ -34,11 +34,14 @@ class Vocabulary:
         if not self.stops:
             raise ValueError(f"{tokenizer.source}: no end token has an id below {vocab_size}, so no grammar could end")
         self.end, self.size = self.stops[-1], vocab_size
-        known = tokenizer.bytes_of[:vocab_size]
+        known = (*tokenizer.bytes_of, *[None] * vocab_size)[:vocab_size]
         self.texts = [b"" if text is None or token in tokenizer.names else text for token, text in enumerate(known)]
         self.ordinary = self.bits(token for token, text in enumerate(self.texts) if text)
         self.engine = LLTokenizer(TokenizerWrapper(_Tokens(self)), n_vocab=vocab_size, eos_token=self.end)
-        self._starting = {token: text for token, text in enumerate(self.texts) if b">" in text}
+        # The few that JSON and tags are made of: no other need be looked at again.
+        marks = re.compile(rb"[0-9\[{>]")
+        self._marked = {token: text for token, text in enumerate(self.texts) if marks.search(text)}
+        self._tags = {token: text for token, text in self._marked.items() if b">" in text}
 
     def bits(self, ids: Iterable[int]) -> NDArray[np.int32]:
         """The mask of these ids, read-only."""
@@ -49,17 +52,17 @@ class Vocabulary:
         return mask
 
     def matching(self, pattern: str) -> NDArray[np.int32]:
-        """The mask of ordinary tokens in whose bytes the pattern is found."""
+        """The mask of ordinary tokens in whose bytes the pattern, which asks for a digit or a bracket, is found."""
         found = re.compile(pattern.encode(), re.DOTALL)
-        return self.bits(token for token, text in enumerate(self.texts) if text and found.search(text))
+        return self.bits(token for token, text in self._marked.items() if found.search(text))
 
     def starting(self, text: bytes) -> tuple[int, ...]:
         """Ordinary tokens that begin with this text, which has a `>` in it."""
-        return tuple(token for token, known in self._starting.items() if known.startswith(text))
+        return tuple(token for token, known in self._tags.items() if known.startswith(text))
 
     def containing(self, text: bytes) -> tuple[int, ...]:
         """Ordinary tokens in which this text, which has a `>` in it, is found."""
-        return tuple(token for token, known in self._starting.items() if text in known)
+        return tuple(token for token, known in self._tags.items() if text in known)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A compiled grammar at its start. ValueError with the library's reason."""
@@ -76,14 +79,11 @@ class Vocabulary:
 
 def limits() -> LLParserLimits:
     """LIMITS in the library's form; its messages leave the parser's state out."""
-    # Spelled out, since the constructor also takes flags.
-    fuel, step = LIMITS["initial_lexer_fuel"], LIMITS["step_lexer_fuel"]
-    items, states = LIMITS["step_max_items"], LIMITS["max_lexer_states"]
     return LLParserLimits(
-        initial_lexer_fuel=fuel,
-        step_lexer_fuel=step,
-        step_max_items=items,
-        max_lexer_states=states,
+        initial_lexer_fuel=LIMITS["initial_lexer_fuel"],
+        step_lexer_fuel=LIMITS["step_lexer_fuel"],
+        step_max_items=LIMITS["step_max_items"],
+        max_lexer_states=LIMITS["max_lexer_states"],
         verbose_errors=False,
     )
 

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-STEPS = 24  # of a walk through a grammar
+STEPS = 96  # of walks through the grammars of one request, all together
 STEP_SECONDS = 1.0  # of processor time: a hundred times what an honest mask takes
 LONGEST = 64  # bytes of a token that is looked for
+NEAR = 512  # bytes that a walk may come to; further ones become tokens of a byte each
 
 
 class Tokens:
@@ -35,19 +36,19 @@ class Tokens:
         """Some tokens of a text, the longest first: enough for text that a grammar leaves no choice about."""
         data = text.encode() if isinstance(text, str) else text
         found, start = list[int](), 0
-        while start < len(data):
+        while start < min(len(data), NEAR):
             sizes = range(min(LONGEST, len(data) - start), 0, -1)
             size = next((size for size in sizes if data[start : start + size] in self.ids), 1)
             found.append(self.ids[data[start : start + size]])
             start += size
-        return found
+        return found + [self.ids[bytes((byte,))] for byte in data[start:]]
 
 
-def tried(engine: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
+def tried(engine: LLTokenizer, limits: LLParserLimits, grammar: str, steps: int) -> str:
     """What is wrong with a grammar: it does not compile, or a step of a random walk fails or takes too long."""
     matcher = LLMatcher(engine, grammar, log_level=0, limits=limits)
     draw = random.Random(0)
-    for _ in range(STEPS):
+    for _ in range(steps):
         if matcher.is_error():
             return matcher.get_error()
         begun = time.process_time()
@@ -80,8 +81,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (about["memory"], about["memory"]))
     print(json.dumps((-1, "")), flush=True)
     for line in sys.stdin:
-        bound(about["seconds"])
-        faults = enumerate(tried(engine, limits, grammar) for grammar in json.loads(line))
+        grammars = json.loads(line)
+        bound(about["seconds"] * (1 + len(grammars) / about["many"]))
+        steps = max(1, min(24, STEPS // len(grammars)))
+        faults = enumerate(tried(engine, limits, grammar, steps) for grammar in grammars)
         answer = next(((index, fault[:1000]) for index, fault in faults if fault), (-1, ""))
         print(json.dumps(answer), flush=True)
 

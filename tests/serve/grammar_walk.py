@@ -13,7 +13,7 @@ from muse_fn.tokenizer import Json, Tokenizer, load_tokenizer
 
 ENDS = ("<|eot|>", "<|end_of_text|>", "<|eom|>")
 BUDGET, CLOSING = 400, 60  # tokens; after the second the walk takes the shortest way out
-VOCAB = 1056  # more than the tokenizer has, and no multiple of 64
+VOCAB = 1234  # more than the tokenizer has, and no multiple of 32
 
 
 @cache

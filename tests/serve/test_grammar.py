@@ -225,6 +225,7 @@ def test_building_leaves_the_loop_free_and_closing_ends_the_workers() -> None:
         ticking = asyncio.create_task(tick())
         try:
             assert await made.build(Framing(TOOLS)) is None
+            await made.warm()
             assert await made.build(Framing(TOOLS, "required")) is not None
             assert ticks > 10
             cursor = (await made.build_plain(Final("choice", ["a"]))).begin()

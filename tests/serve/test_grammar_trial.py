@@ -50,7 +50,7 @@ def test_what_never_ends_is_killed_and_the_next_is_served() -> None:
     try:
         trials.run([GOOD])
         first = trials.process_id
-        with pytest.raises(Fault, match="does not compile within 2 s"):
+        with pytest.raises(Fault, match=r"does not compile within 2\.02 s"):
             trials.run([ENDLESS])
         assert first is not None
         assert not Path(f"/proc/{first}").exists()
@@ -104,7 +104,8 @@ def test_a_worker_ends_with_its_input() -> None:
 
 def test_a_worker_nobody_kills_ends_itself() -> None:
     """The processor time of one trial is bounded by the worker's own limit too: its parent may have been killed."""
-    about = f"{json.dumps(VOCABULARY.described() | {'seconds': 0, 'memory': 2 << 30})}\n{json.dumps([ENDLESS])}\n"
+    about = VOCABULARY.described() | {"seconds": 0, "memory": 2 << 30, "many": 128}
+    lines = f"{json.dumps(about)}\n{json.dumps([ENDLESS])}\n"
     worker = [sys.executable, "-P", str(WORKER)]
-    done = subprocess.run(worker, input=about.encode(), capture_output=True, timeout=100, check=False)
+    done = subprocess.run(worker, input=lines.encode(), capture_output=True, timeout=100, check=False)
     assert done.returncode < 0
