@@ -12,7 +12,7 @@ from starlette.routing import Match
 from starlette.routing import Route as Pattern
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from muse_fn.serve import completions_api, state_api, token_api
+from muse_fn.serve import chat_api, completions_api, messages_api, page, responses_api, state_api, token_api
 from muse_fn.serve.errors import BadRequest, Failed, Gone, Problem, answer, problem_of
 from muse_fn.serve.guard import Settings, chosen_id, has_key, is_host, with_headers, without_body
 from muse_fn.serve.jobs import Refused
@@ -30,8 +30,12 @@ async def openapi(service: Service, request: Request) -> Response:
 
 ROUTES: tuple[Route, ...] = (
     *state_api.ROUTES,
+    *chat_api.ROUTES,
     *completions_api.ROUTES,
+    *responses_api.ROUTES,
+    *messages_api.ROUTES,
     *token_api.ROUTES,
+    *page.ROUTES,
     Route("/openapi.json", "GET", openapi, None, "This description of the API."),
 )
 
@@ -44,7 +48,7 @@ def make_app(service: Service, settings: Settings | None = None, routes: Sequenc
         app = CORSMiddleware(
             app,
             allow_origins=settings.origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=sorted({row.method for row in routes}),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )

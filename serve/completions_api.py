@@ -1,5 +1,6 @@
 """POST /v1/completions and POST /generate: prompts without a conversation."""
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from muse_fn.serve import sse
 from muse_fn.serve.bodies import off_loop, parse, warnings_of
+from muse_fn.serve.chat_api import fingerprint
 from muse_fn.serve.completions_out import Look, chunks, raw_chunks, whole
 from muse_fn.serve.errors import BadRequest, quoted
 from muse_fn.serve.guard import request_id
@@ -57,7 +59,8 @@ async def completions(service: Service, request: Request) -> Response:
     look = Look(
         id=f"cmpl-{request_id(request)}",
         model=service.name,
-        created=service.created,
+        fingerprint=fingerprint(service.name, service.config),
+        created=int(time.time()),
         tokenizer=service.tokenizer,
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs,
@@ -81,7 +84,8 @@ async def generate(service: Service, request: Request) -> Response:
     look = Look(
         id=request_id(request),
         model=service.name,
-        created=service.created,
+        fingerprint=fingerprint(service.name, service.config),
+        created=int(time.time()),
         tokenizer=service.tokenizer,
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs,

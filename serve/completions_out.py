@@ -20,6 +20,7 @@ class Look:
 
     id: str
     model: str
+    fingerprint: str
     created: int
     tokenizer: Tokenizer | None
     logprobs: int | None
@@ -32,7 +33,8 @@ class Look:
     def head(self) -> dict[str, Any]:
         """The fields that every chunk and the whole begin with."""
         kind = "token_ids" if self.raw else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.fingerprint}
 
     def count(self, run: Run) -> "Counted":
         """Before the first event."""

@@ -57,7 +57,7 @@ def has_key(keys: Iterable[str], headers: Headers) -> bool:
     given.append(headers.get("x-api-key", ""))
     found = False
     for text in given:
-        digest = sha256(text.encode("utf-8", errors="surrogateescape")).digest()
+        digest = sha256(text.encode("latin-1")).digest()  # the bytes that were sent
         for wanted in digests:
             found |= hmac.compare_digest(digest, wanted) and bool(text)
     return found

@@ -139,6 +139,9 @@ class _Wire:
         except OSError:
             raise Gone from None
         self.last = time.monotonic()
+        # Sending to a connection that is closed returns at once: without a pause here, events that are all there
+        # already would keep the loop from ever noticing.
+        await asyncio.sleep(0)
 
     async def end(self) -> None:
         """No more comes."""

@@ -9,30 +9,15 @@ from starlette.responses import JSONResponse, Response
 
 from muse_fn.serve.bodies import parse, warnings_of
 from muse_fn.serve.chat import render_chat
+from muse_fn.serve.chat_shapes import ChatBody, chat_request
 from muse_fn.serve.completions_api import CompletionBody, begin_ids, prompts_of
 from muse_fn.serve.completions_out import token_text
+from muse_fn.serve.conversation import prompt_ids
 from muse_fn.serve.errors import BadRequest, quoted
 from muse_fn.serve.routes import Route
-from muse_fn.serve.schemas import Body, Ids, SamplingFields, check_model, to_asked
+from muse_fn.serve.schemas import Body, Ids, check_model, to_asked
 from muse_fn.serve.service import Service
 from muse_fn.tokenizer import Json, Tokenizer
-
-
-class ChatPrompt(SamplingFields):
-    """What of a chat body makes its prompt; fields that say how to generate are checked and do nothing here."""
-
-    messages: list[Any]
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool = True
-    response_format: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    add_generation_prompt: bool = True
-    chat_template: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
 
 
 class TokenizeBody(Body):
@@ -98,30 +83,21 @@ async def render_completion(service: Service, request: Request) -> Response:
 
 async def render_conversation(service: Service, request: Request) -> Response:
     """The prompt that the template makes of a chat body."""
-    body = await parse(service, request, ChatPrompt)
-    check_model(service, body.model)
-    if body.chat_template is not None:
-        raise BadRequest("chat_template: the template comes with the checkpoint and cannot be given", "chat_template")
-    to_asked(body, service.limits, service.config, service.tokenizer, logprobs=body.top_logprobs)
-    tokenizer = _tokenizer(service)
-    ids = await asyncio.to_thread(_rendered, tokenizer, body)
+    body = await parse(service, request, ChatBody)
+    tokenizer, asked = _tokenizer(service), chat_request(service, body)
+    ids = await prompt_ids(tokenizer, asked.turn)
     told = {"model": service.name, "prompt": tokenizer.decode(ids), "token_ids": ids, "count": len(ids)}
-    return JSONResponse({**told, **_warned(body)})
+    return JSONResponse({**told, **({"warnings": asked.warnings} if asked.warnings else {})})
 
 
 def _tokens(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
     if body.prompt is not None:
         return [*begin_ids(tokenizer, body.add_special_tokens), *tokenizer.encode(body.prompt)]
-    return _rendered(tokenizer, body)
-
-
-def _rendered(tokenizer: Tokenizer, body: ChatPrompt | TokenizeBody) -> list[int]:
     messages: Json = body.messages
-    tools = None if isinstance(body, ChatPrompt) and body.tool_choice == "none" else body.tools
     pieces = render_chat(
         tokenizer,
         messages,
-        tools=tools,
+        tools=body.tools,
         reasoning_effort=body.reasoning_effort,
         add_generation_prompt=body.add_generation_prompt,
         variables=body.chat_template_kwargs,
@@ -150,5 +126,5 @@ ROUTES = (
         )
     ),
     Route("/v1/completions/render", "POST", render_completion, CompletionBody, "The prompts of a completions body."),
-    Route("/v1/chat/completions/render", "POST", render_conversation, ChatPrompt, "The prompt of a chat body."),
+    Route("/v1/chat/completions/render", "POST", render_conversation, ChatBody, "The prompt of a chat body."),
 )
