@@ -100,7 +100,7 @@ def likely(
     """
     width = logits_BV.shape[-1]
     start = mesh.index(STAGE) * width
-    chosen_lp = log_probability(logits_BV, chosen_B, mesh)
+    chosen_lp = log_probability(logits_BV, chosen_B, mesh).clamp_max(0.0)  # rounding may leave it above
     local = chosen_B - start
     here = (local >= 0) & (local < width)
     own = torch.where(here, logits_BV.gather(-1, torch.where(here, local, 0)[:, None])[:, 0], 0.0)
@@ -111,4 +111,4 @@ def likely(
     values = stacked(value, mesh, STAGE).transpose(0, 1).flatten(1)
     ids = stacked(ids + start, mesh, STAGE).transpose(0, 1).flatten(1)
     value, place = values.topk(min(top, values.shape[-1]), -1)
-    return Likely(chosen_lp, rank, ids.gather(-1, place), value + (chosen_lp - own)[:, None])
+    return Likely(chosen_lp, rank, ids.gather(-1, place), (value + (chosen_lp - own)[:, None]).clamp_max(0.0))

@@ -9,6 +9,7 @@ All methods are called on the event loop. Nothing here knows text: stop strings 
 import asyncio
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -55,6 +56,16 @@ class EngineSettings:
     reuse: bool = True  # equal beginnings of prompts are read once
 
 
+def positions_that_fit(runner: Runner, settings: EngineSettings) -> int:
+    """The longest sequence: the model's limit, or what the cache holds if that is less."""
+
+    def needs(positions: int) -> int:
+        # Twice the chunk: the next one is planned before the last one's blocks have left the windows.
+        return blocks_needed(runner.config, positions, 2 * settings.chunk, settings.block_size)
+
+    return bisect_right(range(runner.config.max_positions + 1), settings.num_blocks - 1, key=needs) - 1
+
+
 def open_cache(runner: Runner, settings: EngineSettings) -> Batch:
     """The empty cache of these settings."""
     return open_batch(runner, settings.num_blocks, settings.block_size, dtype=settings.kv_dtype)
@@ -85,6 +96,7 @@ class ModelEngine:
     def __post_init__(self) -> None:
         batch = open_cache(self.runner, self.settings)
         self._kv: KVCache = batch.kv
+        self.limit = positions_that_fit(self.runner, self.settings)
         self._state = State(batch.pool)
         self._lives: dict[int, Live] = {}
         self._names, self._failures = 0, 0
@@ -158,6 +170,11 @@ class ModelEngine:
             self._finish(live, Done("abort", "aborted by request"))
         return len(own)
 
+    @property
+    def preemptions(self) -> int:
+        """How often a job had to make room for others."""
+        return self._state.preemptions
+
     def load(self) -> Load:
         """See jobs.Engine."""
         state = self._state
@@ -167,16 +184,9 @@ class ModelEngine:
 
     def _check(self, job: Job) -> None:
         """Raises ValueError for a job that can never run."""
-        config, positions = self.runner.config, len(job.ids) + job.max_new
-        if not job.ids or job.max_new < 1 or positions > config.max_positions:
-            limit = config.max_positions
-            raise ValueError(f"{len(job.ids)} prompt tokens and {job.max_new} new ones: the model has room for {limit}")
-        # Twice the chunk: the next one is planned before the last one's blocks have left the windows.
-        needed = blocks_needed(config, positions, 2 * self.settings.chunk, self.settings.block_size)
-        if needed > self.settings.num_blocks - 1:
-            raise ValueError(
-                f"{positions} tokens need {needed} blocks of the cache, which has {self.settings.num_blocks - 1}"
-            )
+        if not job.ids or job.max_new < 1 or len(job.ids) + job.max_new > self.limit:
+            asked = f"{len(job.ids)} prompt tokens and {job.max_new} new ones"
+            raise ValueError(f"{asked}: there is room for {self.limit} in all")
 
     def _enter(self, job: Job, twin: int | None) -> JobStream:
         self._names += 1

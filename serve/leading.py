@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Coroutine, Generator
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ async def serving(
     grammars = None if tokenizer is None else Grammars(tokenizer, model.config.vocab_size)
     service = Service(
         listening.name,
-        model.config,
+        replace(model.config, max_positions=engine.limit),
         tokenizer,
         engine,
         grammars,
