@@ -17,6 +17,7 @@ LIMITS: dict[str, int] = {
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,
 }
+NEAR = 256  # characters of forced text that are made into tokens properly
 
 
 class Vocabulary:
@@ -108,6 +109,12 @@ class _Tokens:
         self.tokens[vocabulary.end] = b"<|end|>"
         self.special_token_ids = [vocabulary.end]
         self.ordinary = vocabulary.tokenizer.ordinary
+        self.of_byte = {text[0]: token for token, text in enumerate(vocabulary.texts) if len(text) == 1}
 
     def __call__(self, text: str) -> list[int]:
-        return self.ordinary.encode(text, add_special_tokens=False).ids
+        """Asked at every step for all text that a grammar leaves no choice about; only its beginning counts.
+
+        The library probes with bytes, for which the tokenizer's TypeError says that it takes text.
+        """
+        near = self.ordinary.encode(text[:NEAR], add_special_tokens=False).ids
+        return near + [self.of_byte[byte] for byte in text[NEAR:].encode()]
