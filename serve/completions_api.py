@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
@@ -175,11 +176,26 @@ def _prompt(service: Service, item: Any, path: str, wanted: bool) -> Prompt:
     if isinstance(item, str):
         if tokenizer is None:
             raise BadRequest(f"{path}: this checkpoint has no tokenizer; give token ids", "prompt")
+        _check_length(service, tokenizer, item, path)
         return Prompt((*begin_ids(tokenizer, wanted), *tokenizer.encode(item)), item)
     if not isinstance(item, list):
         raise BadRequest(f"{path}: must be a string or a list of token ids, found {quoted(item)}", "prompt")
     ids = _known_ids(service, item, path)
     return Prompt(ids, "" if tokenizer is None else tokenizer.decode(ids))
+
+
+def _check_length(service: Service, tokenizer: Tokenizer, text: str, path: str) -> None:
+    """BadRequest for a text that is too long whatever its tokens are, before seconds are spent on them."""
+    least, window = -(-len(text.encode()) // longest_token(tokenizer)), service.config.max_positions
+    if least >= window:
+        message = f"{path}: has at least {least} tokens; with at least one more the model's limit is {window}"
+        raise BadRequest(message, "prompt", code="context_length_exceeded")
+
+
+@lru_cache(maxsize=4)
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Bytes of the longest token that text can become."""
+    return max(len(raw) for token, raw in enumerate(tokenizer.bytes_of) if raw and token not in tokenizer.names)
 
 
 def _known_ids(service: Service, listed: list[Any], path: str) -> tuple[int, ...]:

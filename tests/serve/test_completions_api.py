@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muse_fn.serve.app import make_app
+from muse_fn.serve.completions_api import longest_token
 from muse_fn.serve.completions_out import FLOOR, joined, token_text
 from muse_fn.serve.jobs import Done, Logprob, New
+from muse_fn.tokenizer import Tokenizer
 from tests.serve.script import ScriptedEngine, bytes_tokens, make_service, nano, tokens_of
 from tests.serve.web import data_of, post
 
@@ -178,6 +180,16 @@ def test_what_is_known_before_the_first_token_is_a_status(body: dict[str, Any], 
     assert answer.status_code == status
     if status == 200:
         assert engine.jobs[0].max_new == 1
+
+
+def test_a_text_far_too_long_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials 44 and 48: and never one that might fit."""
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: pytest.fail("it was encoded"))  # pyright: ignore
+    answer = post(make_app(make_service(ScriptedEngine())), "/v1/completions", {"prompt": "word " * 100_000})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    longest = max((raw or b"" for token, raw in enumerate(nano()[1].bytes_of) if token in ORDINARY), key=len)
+    assert longest_token(nano()[1]) == len(longest)
 
 
 def test_without_max_tokens_the_window_is_filled() -> None:
