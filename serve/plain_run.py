@@ -1,6 +1,7 @@
 """Prompts without a conversation: submitted to the engine, and all choices' events merged in the order they come."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -192,7 +193,10 @@ async def _blueprint(service: Service, final: Final | None) -> Blueprint | None:
         return None
     if service.grammars is None:
         raise BadRequest("structured_outputs: this server has no tokenizer to enforce it with", "structured_outputs")
-    return await service.grammars.build_plain(final)
+    began = time.monotonic()
+    blueprint = await service.grammars.build_plain(final)
+    service.metrics.grammar_built(time.monotonic() - began)
+    return blueprint
 
 
 def _ends(service: Service) -> tuple[int, ...]:

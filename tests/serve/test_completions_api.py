@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from muse_fn.serve.app import make_app
 from muse_fn.serve.completions_api import longest_token
 from muse_fn.serve.completions_out import FLOOR, joined, token_text
+from muse_fn.serve.grammar import Grammars
 from muse_fn.serve.jobs import Done, Logprob, New
 from muse_fn.tokenizer import Tokenizer
 from tests.serve.script import ScriptedEngine, bytes_tokens, make_service, nano, tokens_of
-from tests.serve.web import data_of, post
+from tests.serve.web import client, data_of, on_loop, post
 
 ASK: dict[str, Any] = {"prompt": "hi", "seed": 1}
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
@@ -273,6 +274,35 @@ def test_the_job_is_what_was_asked() -> None:
     assert set(first.stop_tokens) == {9, *nano()[1].stop_ids}
     assert (first.logprobs, first.prompt_logprobs, first.priority) == (2, None, -3)
     assert first.salts == (("salt", "mine"),)
+
+
+@pytest.mark.parametrize(
+    "body", [{"structured_outputs": {"regex": "[0-9]"}}, {"response_format": {"type": "json_object"}}]
+)
+def test_every_choice_has_a_constraint_of_its_own(body: dict[str, Any]) -> None:
+    config, tokenizer = nano()
+    engine, grammars = ScriptedEngine(bytes_tokens("42")), Grammars(tokenizer, config.vocab_size)
+    service = make_service(engine, grammars=grammars)
+
+    async def scene() -> int:
+        try:
+            async with client(make_app(service)) as session:
+                return (await session.post("/v1/completions", json={**ASK, **body, "n": 2})).status_code
+        finally:
+            await grammars.close()
+
+    assert on_loop(scene()) == 200
+    first, second = (job.constraint for job in engine.jobs)
+    assert first is not None
+    assert second is not None
+    assert first is not second
+    (before,) = {mask.tobytes() for mask in (first.mask(), second.mask()) if mask is not None}
+    first.push(tokens_of("4" if "structured_outputs" in body else "{")[0])
+    after, other = first.mask(), second.mask()
+    assert other is not None
+    assert other.tobytes() == before
+    assert after is None or after.tobytes() != before
+    assert b"muse_fn_grammar_build_seconds_count 1.0" in service.metrics.text(None)[0]
 
 
 @pytest.mark.parametrize("top_k", [0, -1, None])
