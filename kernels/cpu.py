@@ -49,12 +49,25 @@ def attend(
         # The mask is the triangle, which the fused form need not read and half of which it need not compute.
         q, k, v = (x.transpose(1, 2) for x in (q_BTND.contiguous(), k_BSKD[:, :length], v_BSKD[:, :length]))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    if exact and length == 1:
+        return _one_query(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, window)
     form, width = (reference.attend, 4 * q_BTND.shape[2]) if exact else (_fused, 1)  # bytes: scores, or a mask
     rows = max(1, TILE_BYTES // (width * k_pos_BS.numel()))
     if rows >= length:
         return form(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, window)
     tiles = zip(q_BTND.split(rows, 1), q_pos_BT.split(rows, 1), strict=True)
     return torch.cat([form(q, k_BSKD, v_BSKD, pos, k_pos_BS, window) for q, pos in tiles], 1)
+
+
+def _one_query(
+    q_B1ND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_B1: Tensor, k_pos_BS: Tensor, window: int
+) -> Tensor:
+    """reference.attend in float32 with the heads of a group as rows of one product: no key is copied once per head."""
+    k, v = (x.transpose(1, 2) for x in (k_BSKD, v_BSKD))
+    q = q_B1ND.view(len(q_B1ND), k.shape[1], -1, q_B1ND.shape[-1])
+    hidden = ~reference.visible(q_pos_B1, k_pos_BS, window).unsqueeze(1)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, torch.finfo(q.dtype).min)
+    return (torch.softmax(scores, -1) @ v).view(q_B1ND.shape)
 
 
 def _fused(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:

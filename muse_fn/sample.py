@@ -114,9 +114,9 @@ def sample(
     """The next token of each row: float32 logits [B, V] -> int64 [B], -1 for a row that is not finite.
 
     `pos_B` is the position the token will take; with the row's seed it fixes the noise. Ids that are False in
-    `allowed_V` (bool [V], or [B, V] where rows differ) are never drawn. Temperature acts first, then top_k, then top_p on
-    what is left renormalised, then min_p relative to the likeliest. `filtered=False` skips the filters when no row uses
-    one; the result is the same. On a mesh each rank gives its share of the logits, and all get the same tokens.
+    `allowed_V` (bool [V], or [B, V] where rows differ) are never drawn. Temperature acts first, then top_k, then top_p
+    on what is left renormalised, then min_p relative to the likeliest. `filtered=False` skips the filters when no row
+    uses one; the result is the same. On a mesh each rank gives its share of the logits, and all get the same tokens.
     """
     width = logits_BV.shape[-1]
     start = mesh.index(STAGE) * width

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -88,6 +89,7 @@ def serve(
     if needs_launch(place):
         launch_command(place, quiet=False, mercy=drain + 5)
         return
+    leave_a_core()
     runner = Runner(opened.params, opened.config, place, chunk, INVARIANT if deterministic else None)
     stored = None if kv is None else KV_DTYPES[kv]
     blocks = blocks_that_fit(runner, rows, cache_gib, block_size, stored)
@@ -112,6 +114,12 @@ def serve(
         signal.signal(number, signal.SIG_IGN)
     follow(runner, open_cache(runner, settings).kv, allowed_ids(opened, runner.device))
     leave()
+
+
+def leave_a_core() -> None:
+    """One core is for the event loop: threads that wait for each other in every operation must not wait for it too."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
