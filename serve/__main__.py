@@ -1,10 +1,11 @@
-"""The command line: `muse-fn generate | chat | score | serve | inspect | plan`. Built with Muse Spark Open."""
+"""The command line: `muse-fn generate | chat | score | serve | inspect | plan | bench`. Built with Muse Spark Open."""
 
 import io
 import sys
 
 import typer
 
+from muse_fn.serve.bench_serve import bench
 from muse_fn.serve.chatting import chat
 from muse_fn.serve.generating import generate
 from muse_fn.serve.inspect import inspect
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 for command in (generate, chat, score, serve, inspect, plan):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
