@@ -9,7 +9,6 @@ All methods are called on the event loop. Nothing here knows text: stop strings 
 import asyncio
 import logging
 import time
-from bisect import bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,54 +20,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muse_fn.batch import Batch, Runner, blocks_needed, open_batch
-from muse_fn.generation import BLOCK
-from muse_fn.kvcache.blocks import stats
+from muse_fn.batch import Runner
+from muse_fn.captured_decode import DecodeSteps, Progress
+from muse_fn.kvcache.blocks import new_pool, stats
 from muse_fn.kvcache.cache import KVCache
+from muse_fn.serve.capacity import EngineSettings, capture_steps, open_cache, positions_that_fit
 from muse_fn.serve.drawer import Drawer
 from muse_fn.serve.following import NOTHING, announce
-from muse_fn.serve.jobs import Done, Job, Load, New, Reading, Refused, Scored
+from muse_fn.serve.jobs import Done, Finish, Job, Load, New, Reading, Refused, Scored
 from muse_fn.serve.lives import Live, end_of, scoring_of
 from muse_fn.serve.metrics import Metrics
 from muse_fn.serve.pace import Pace
 from muse_fn.serve.scheduler import Budget, Plan, Row, State, Work, add, end, launch, plan, settle
-from muse_fn.serve.steps import Drawn, Found, Orders, Scoring, run
+from muse_fn.serve.steps import Drawn, Found, Orders, Scoring, fits, run
 from muse_fn.serve.streams import JobStream
 
 PULSE = 60.0  # seconds without work after which the other ranks hear that all is well
 FAILURES = 3  # steps that may fail one after the other before the engine gives up
 
 log = logging.getLogger("muse_fn.serve")
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How to serve."""
-
-    rows: int = 64  # sequences stepped together
-    chunk: int = 512  # prompt tokens read in one step
-    num_blocks: int = 4096  # of the cache
-    block_size: int = BLOCK
-    kv_dtype: torch.dtype | None = None
-    queue: int = 1024  # jobs that may wait
-    queue_tokens: int = 1 << 22  # prompt tokens that may wait
-    share: float = 0.2  # of the time, what long prompts may take while others are answered
-    reuse: bool = True  # equal beginnings of prompts are read once
-
-
-def positions_that_fit(runner: Runner, settings: EngineSettings) -> int:
-    """The longest sequence: the model's limit, or what the cache holds if that is less."""
-
-    def needs(positions: int) -> int:
-        # Twice the chunk: the next one is planned before the last one's blocks have left the windows.
-        return blocks_needed(runner.config, positions, 2 * settings.chunk, settings.block_size)
-
-    return bisect_right(range(runner.config.max_positions + 1), settings.num_blocks - 1, key=needs) - 1
-
-
-def open_cache(runner: Runner, settings: EngineSettings) -> Batch:
-    """The empty cache of these settings."""
-    return open_batch(runner, settings.num_blocks, settings.block_size, dtype=settings.kv_dtype)
 
 
 class _Outcome(NamedTuple):
@@ -96,6 +66,7 @@ class ModelEngine:
     def __post_init__(self) -> None:
         batch = open_cache(self.runner, self.settings)
         self._kv: KVCache = batch.kv
+        self._captured: DecodeSteps | None = None
         self.limit = positions_that_fit(self.runner, self.settings)
         self._state = State(batch.pool)
         self._lives: dict[int, Live] = {}
@@ -105,6 +76,11 @@ class ModelEngine:
         self._thread = ThreadPoolExecutor(1, "steps")
         self._task: asyncio.Task[None] | None = None
         self._waiting_tokens = 0
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Captures the decode steps of all sizes, before the start. On a mesh every rank does, see `follow`."""
+        self._captured, self._kv = capture_steps(self.runner, self._kv, self.settings, self.allowed_V, progress)
+        self.metrics.captured(len(self._captured.captured))
 
     def start(self) -> None:
         """Begins to run jobs."""
@@ -207,11 +183,12 @@ class ModelEngine:
         self._waiting_tokens += len(job.ids)
         return stream
 
-    def _cancel(self, name: int) -> None:
+    def _cancel(self, name: int, finish: Finish) -> None:
         live = self._lives.get(name)
         if live is not None:
-            self.metrics.aborted()
-            self._finish(live, Done("abort", "the client does not want the rest"))
+            if finish == "abort":
+                self.metrics.aborted()
+            self._finish(live, Done(finish, "the client does not want the rest" if finish == "abort" else ""))
 
     def _finish(self, live: Live, done: Done, *, trusted: bool = True) -> None:
         """The job is over: its blocks are given back now, its stream hears of it."""
@@ -220,6 +197,8 @@ class ModelEngine:
             return
         del self._lives[name]
         self._state = end(self._state, name, trusted=trusted)
+        if live.cached is None:  # it has never joined
+            self._waiting_tokens -= len(live.job.ids)
         live.stream.push(done)
         self.metrics.finished(done.finish, self.clock() - live.arrived)
         self._wake.set()
@@ -306,7 +285,9 @@ class ModelEngine:
         try:
             orders = Orders(work.reads, work.decodes, tuple(d.rule() for d in drawing), scorings)
             announce(orders, self.runner.mesh, self.runner.device)
-            found, self._kv = run(self.runner, self._kv, orders, self.allowed_V)
+            if self._captured is not None and fits(self._captured, orders):
+                self.metrics.replayed()
+            found, self._kv = run(self.runner, self._kv, orders, self.allowed_V, self._captured)
         except Exception as error:
             log.exception("a step has failed")
             return error
@@ -346,9 +327,10 @@ class ModelEngine:
         if self._failures >= FAILURES or self.runner.mesh.ranks > 1:
             self._give_up(f"{why}, {self._failures} times in a row")
             return
-        batch = open_cache(self.runner, self.settings)
-        self._kv = batch.kv
-        self._state = self._state._replace(pool=batch.pool)
+        # The same arrays, since captured steps know them by their addresses; nothing in them is found any more.
+        self._kv = KVCache(self._kv.k, self._kv.v, torch.tensor(True))
+        pool = self._state.pool
+        self._state = self._state._replace(pool=new_pool(pool.num_blocks, pool.block_size, pool.windows))
 
     def _publish(self, outcome: _Outcome) -> None:
         """Tells the streams; the next step runs meanwhile."""

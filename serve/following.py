@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.batch import Runner
+from muse_fn.captured_decode import DecodeSteps
 from muse_fn.kvcache.cache import KVCache
 from muse_fn.serve.steps import Orders, run
 from muse_fn.sharding.collectives import tell_all
@@ -21,7 +22,7 @@ def announce(orders: Orders | None, mesh: Mesh, device: torch.device) -> None:
         tell_all(pickle.dumps(orders), mesh, device)
 
 
-def follow(runner: Runner, kv: KVCache, allowed_V: Tensor | None) -> None:
+def follow(runner: Runner, kv: KVCache, allowed_V: Tensor | None, captured: DecodeSteps | None = None) -> None:
     """What every other rank does until it is told to go. Consumes `kv`."""
     while True:
         # What the first rank of this very program wrote; ranks trust each other with their memory anyway.
@@ -29,4 +30,4 @@ def follow(runner: Runner, kv: KVCache, allowed_V: Tensor | None) -> None:
         if orders is None:
             return
         if orders != NOTHING:
-            _, kv = run(runner, kv, orders, allowed_V)
+            _, kv = run(runner, kv, orders, allowed_V, captured)

@@ -113,8 +113,11 @@ class Stream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[JobEvent]: ...
 
-    def cancel(self) -> None:
-        """The rest is not wanted: its place and blocks are given back at once. May be called at any time, twice too."""
+    def cancel(self, finish: Finish = "abort") -> None:
+        """The rest is not wanted: its place and blocks are given back at once. May be called at any time, twice too.
+
+        `stop` is for an answer that is complete for whoever reads it, so that it is not counted as given up.
+        """
         ...
 
 

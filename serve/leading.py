@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from rich import progress as bars
 
 from muse_fn.batch import Runner
+from muse_fn.captured_decode import Progress
 from muse_fn.generation import allowed_ids
 from muse_fn.load import Model
 from muse_fn.serve.app import make_app
-from muse_fn.serve.engine import EngineSettings, ModelEngine
+from muse_fn.serve.capacity import EngineSettings
+from muse_fn.serve.engine import ModelEngine
 from muse_fn.serve.grammar import Grammars
 from muse_fn.serve.guard import Settings
 from muse_fn.serve.jobs import Job
@@ -45,6 +48,7 @@ class Listening:
     certificate: Path | None = None
     key: Path | None = None
     drain: float = 30.0  # seconds that running requests have at the end
+    captures: bool = False  # decode by captured steps
 
 
 class _Server(uvicorn.Server):
@@ -73,7 +77,9 @@ async def lead(model: Model, runner: Runner, settings: EngineSettings, listening
             log.info("draining", extra={"seconds": listening.drain, "failed": engine.health or None})
             await _first(engine.drain(listening.drain), hurry.wait())
             await engine.stop()  # what is left hears of it before its connection goes
-            server.should_exit, server.force_exit = True, hurry.is_set()
+            server.should_exit = True
+            await _first(asyncio.shield(serves), hurry.wait())
+            server.force_exit = hurry.is_set()
             await serves
     return 1 if failed else 0
 
@@ -98,6 +104,9 @@ async def serving(
         metrics=metrics,
         stage=Stage("starting"),
     )
+    if listening.captures:
+        with capturing_bar() as progress:
+            engine.capture(progress)
     engine.start()
     try:
         await warm_up(engine)
@@ -107,6 +116,25 @@ async def serving(
         await engine.stop()
         if grammars is not None:
             await grammars.close()
+
+
+@contextlib.contextmanager
+def capturing_bar() -> Generator[Progress]:
+    """Draws how many steps have been captured, and how long the others may take, on standard error."""
+    with bars.Progress(
+        bars.TextColumn("capturing {task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeRemainingColumn(),
+        console=err,
+        transient=True,
+    ) as drawn:
+        task = drawn.add_task("decode steps", total=None)
+
+        def progress(done: int, total: int, what: str, seconds: float) -> None:
+            drawn.update(task, completed=done, total=total, description=what)
+
+        yield progress
 
 
 def http_server(service: Service, listening: Listening) -> uvicorn.Server:
@@ -122,13 +150,17 @@ def http_server(service: Service, listening: Listening) -> uvicorn.Server:
         ssl_certfile=listening.certificate,
         ssl_keyfile=listening.key,
     )
+    try:
+        chosen.load()
+    except OSError as error:  # SSLError is one
+        files = f"--tls-cert {listening.certificate} --tls-key {listening.key}"
+        raise ValueError(f"{files}: must be a certificate and its key, as PEM without a password ({error})") from error
     return _Server(chosen)
 
 
 async def warm_up(engine: ModelEngine) -> None:
     """One short job through all that a request needs."""
-    room = engine.runner.config.max_positions - 1
-    (stream,) = engine.submit((Job("warm-up", (0,), min(WARM_UP, room)),))
+    (stream,) = engine.submit((Job("warm-up", (0,), min(WARM_UP, engine.limit - 1)),))
     async for _ in stream:
         pass
 

@@ -18,12 +18,12 @@ from muse_fn.kernels.select import INVARIANT
 from muse_fn.kvcache.cache import bytes_per_block
 from muse_fn.params.tree import sample_tensor
 from muse_fn.serve import logs
+from muse_fn.serve.capacity import EngineSettings, capture_steps, open_cache
 from muse_fn.serve.config_file import ConfigFile
-from muse_fn.serve.engine import EngineSettings, open_cache
 from muse_fn.serve.following import follow
 from muse_fn.serve.guard import Settings
 from muse_fn.serve.launch import launch_command
-from muse_fn.serve.leading import Listening, lead
+from muse_fn.serve.leading import CLOSING, Listening, lead
 from muse_fn.serve.member import is_speaker, needs_launch, open_on_mesh
 from muse_fn.serve.options import (
     KV_DTYPES,
@@ -69,6 +69,10 @@ def serve(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="On a CPU in float32, bits depend on the request alone.")
     ] = False,
+    capture: Annotated[
+        bool | None,
+        typer.Option("--capture/--no-capture", help="Decode by captured steps. Default: on cuda.", show_default=False),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
     cors_origin: Annotated[list[str] | None, typer.Option("--cors-origin", help="May call from a browser.")] = None,
     allowed_host: Annotated[list[str] | None, typer.Option("--allowed-host", help="Names this server has.")] = None,
@@ -85,26 +89,29 @@ def serve(
     logs.configure(_level(log_level), log_json)
     if (tls_cert is None) != (tls_key is None):
         raise ValueError("--tls-cert and --tls-key: both or neither must be given")
+    keys = _keys(api_key)
     opened, place = open_on_mesh(mesh, model, device, dtype, quantize, quiet=False)
     if needs_launch(place):
-        launch_command(place, quiet=False, mercy=drain + 5)
+        launch_command(place, quiet=False, mercy=drain + 2 * CLOSING)
         return
     leave_a_core()
     runner = Runner(opened.params, opened.config, place, chunk, INVARIANT if deterministic else None)
     stored = None if kv is None else KV_DTYPES[kv]
     blocks = blocks_that_fit(runner, rows, cache_gib, block_size, stored)
     settings = EngineSettings(rows, chunk, blocks, block_size, stored, queue, share=share)
+    captures = runner.device.type == "cuda" if capture is None else capture
     if is_speaker(place):
         listening = Listening(
             name or (model.resolve().name if model else "muse-nano"),
             host,
             port,
-            tuple(key for given in api_key or () for key in given.split(",") if key),
+            keys,
             Settings(tuple(cors_origin or ()), tuple(allowed_host or ())),
             strict,
             tls_cert,
             tls_key,
             drain,
+            captures,
         )
         with asyncio.Runner(loop_factory=_loop_factory()) as loop:
             code = loop.run(lead(opened, runner, settings, listening))
@@ -112,7 +119,9 @@ def serve(
         sys.exit(code)
     for number in (signal.SIGTERM, signal.SIGINT):  # the first rank drains, and says when to go
         signal.signal(number, signal.SIG_IGN)
-    follow(runner, open_cache(runner, settings).kv, allowed_ids(opened, runner.device))
+    allowed, cache = allowed_ids(opened, runner.device), open_cache(runner, settings).kv
+    captured, cache = capture_steps(runner, cache, settings, allowed) if captures else (None, cache)
+    follow(runner, cache, allowed, captured)
     leave()
 
 
@@ -138,9 +147,39 @@ def blocks_that_fit(runner: Runner, rows: int, gib: float | None, block_size: in
     each = bytes_per_block(runner.config, block_size, dtype, runner.mesh)
     longest = blocks_needed(runner.config, runner.config.max_positions, 2 * runner.chunk, block_size)
     if gib is not None:
-        return max(2, int(gib * GIB / each))
+        return _checked(gib, each, runner)
     free = torch.cuda.mem_get_info(runner.device)[0] * CARD_SHARE if runner.device.type == "cuda" else CPU_CACHE * GIB
     return 1 + max(1, min(rows * longest, int(free / each)))
+
+
+def _checked(gib: float, each: int, runner: Runner) -> int:
+    """Blocks of `each` bytes in so many GiB. Raises ValueError unless the machine has them and a prompt fits in."""
+    on_card = runner.device.type == "cuda"
+    there = torch.cuda.mem_get_info(runner.device)[0] if on_card else _memory()
+    if gib * GIB > there:
+        what = "free memory of the card" if on_card else "memory of this machine"
+        raise ValueError(f"--cache-gib {gib}: must be at most the {what}, which is {there / GIB:.3g} GiB")
+    blocks, least = int(gib * GIB / each), 1 + blocks_needed(runner.config, 2, 2 * runner.chunk, 1)
+    if blocks < least:
+        raise ValueError(f"--cache-gib {gib}: must be at least {least * each / GIB:.2g}, which is {least} blocks")
+    return blocks
+
+
+def _memory() -> int:
+    """Bytes that this machine has; where it does not say, as good as no limit."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 1 << 62
+
+
+def _keys(given: list[str] | None) -> tuple[str, ...]:
+    """The keys, of which one option may have several between commas. Raises ValueError for an option without any: who
+    gives one does not mean that everybody may come in."""
+    parts = [[key.strip() for key in text.split(",")] for text in given or ()]
+    if not all(any(keys) for keys in parts):
+        raise ValueError("--api-key: must not be empty; without the option no key is asked")
+    return tuple(key for keys in parts for key in keys if key)
 
 
 def _level(name: str) -> int:

@@ -4,7 +4,7 @@ together.
 An `Orders` is all that a rank needs, in plain arrays, so that every rank of a mesh does the same by a copy of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muse_fn.adjust import Bias, Seen, biased, likely, penalised
 from muse_fn.batch import Runner
+from muse_fn.captured_decode import DecodeSteps, to_host
 from muse_fn.decoder import logits as to_logits
 from muse_fn.kernels.select import select
 from muse_fn.kvcache.cache import KVCache, View
@@ -67,13 +68,42 @@ class Found(NamedTuple):
     scores: tuple[tuple[Logprob, ...], ...]
 
 
-Step = Callable[[KVCache, Orders], tuple[Found, KVCache]]
-
-
 @torch.inference_mode()
-def run(runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None) -> tuple[Found, KVCache]:
+def run(
+    runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None, captured: DecodeSteps | None = None
+) -> tuple[Found, KVCache]:
     """Does the step. Consumes `kv`. Ids that are False in `allowed_V` (bool [V]) are never drawn. On a mesh every rank
-    calls with the same orders, and gets the same result."""
+    calls with the same orders, and gets the same result. A `captured` step is taken where it can do what is asked for;
+    what it gives is the same."""
+    apart: tuple[Drawn, ...] = ()
+    if captured is not None and fits(captured, orders):
+        drawn = sum(share.draws for share in orders.reads)
+        apart, kv = _replay(captured, kv, orders.decodes, orders.rules[drawn:])
+        orders = orders._replace(decodes=(), rules=orders.rules[:drawn])
+    found, kv = _run(runner, kv, orders, allowed_V)
+    return found._replace(drawn=(*found.drawn, *apart)), kv
+
+
+def fits(captured: DecodeSteps, orders: Orders) -> bool:
+    """Whether these decodes ask for nothing that the captured steps leave out, and are not too many or too long."""
+    size = len(orders.decodes), max((share.table_GN.shape[1] for share in orders.decodes), default=0)
+    largest = max(captured.captured)
+    rules = orders.rules[len(orders.rules) - len(orders.decodes) :]
+    plain = all(rule[1:] == (None, None, None, None) for rule in rules)
+    return 0 < size[0] <= largest.batch and size[1] <= largest.columns and plain
+
+
+def _replay(
+    captured: DecodeSteps, kv: KVCache, shares: Sequence[Share], rules: Sequence[Rule]
+) -> tuple[tuple[Drawn, ...], KVCache]:
+    tokens, view = _batch(shares, torch.device("cpu"))
+    draw = draws([rule.sampling for rule in rules], captured.config.vocab_size)
+    after, kv = captured(captured.begin(tokens, view, draw, kv), kv)
+    drawn = to_host(after.tokens_B1).wait()[: len(shares)]
+    return tuple(Drawn(token, None) for token in drawn), kv
+
+
+def _run(runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None) -> tuple[Found, KVCache]:
     rows: dict[int, Tensor] = {}
     scores: dict[int, tuple[Logprob, ...]] = {}
     plain = [n for n, scoring in enumerate(orders.scorings) if scoring is None]

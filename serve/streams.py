@@ -4,14 +4,14 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from muse_fn.serve.jobs import Done, JobEvent, Reading
+from muse_fn.serve.jobs import Done, Finish, JobEvent, Reading
 
 
 class JobStream:
     """See jobs.Stream. Progress of reading is kept in its newest form only, so what is unread is bounded by the job's
     tokens, a few numbers each."""
 
-    def __init__(self, cancel: Callable[[], None]) -> None:
+    def __init__(self, cancel: Callable[[Finish], None]) -> None:
         self._cancel, self._events, self._more = cancel, deque[JobEvent](), asyncio.Event()
 
     def push(self, event: JobEvent) -> None:
@@ -21,9 +21,9 @@ class JobStream:
         self._events.append(event)
         self._more.set()
 
-    def cancel(self) -> None:
+    def cancel(self, finish: Finish = "abort") -> None:
         """See jobs.Stream."""
-        self._cancel()
+        self._cancel(finish)
 
     async def __aiter__(self) -> AsyncIterator[JobEvent]:
         while True:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from muse_fn.batch import Runner
 from muse_fn.kernels.select import INVARIANT, Ops
 from muse_fn.params.config import Config
-from muse_fn.serve.engine import EngineSettings, ModelEngine
+from muse_fn.serve.capacity import EngineSettings
+from muse_fn.serve.engine import ModelEngine
 from muse_fn.serve.jobs import Done, Job, JobEvent, Logprob, New, Reading, Scored, Stream
 from tests.models import random_params
 
@@ -57,13 +58,19 @@ def _take(got: Got, event: JobEvent) -> None:
 
 @asynccontextmanager
 async def engine_of(
-    config: Config = TINY, seed: int = 0, ops: Ops | None = None, params: Any = None, **settings: Any
+    config: Config = TINY,
+    seed: int = 0,
+    ops: Ops | None = None,
+    params: Any = None,
+    starts: bool = True,
+    **settings: Any,
 ) -> AsyncGenerator[ModelEngine]:
-    """A started engine; nothing of a job is left in it when it stops."""
+    """A started engine (unless not `starts`); nothing of a job is left in it when it stops."""
     chosen = replace(EngineSettings(rows=16, chunk=16, num_blocks=400, block_size=4), **settings)
     runner = Runner(params or random_params(config, seed), config, chunk=chosen.chunk, ops=ops or INVARIANT)
     engine = ModelEngine(runner, chosen)
-    engine.start()
+    if starts:
+        engine.start()
     try:
         yield engine
     finally:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import muse_fn
-from muse_fn.kernels.select import INVARIANT
+from muse_fn.kernels.select import INVARIANT, REFERENCE
 from muse_fn.kvcache import blocks, prefix
 from muse_fn.kvcache.ints import Ints, part
 from muse_fn.load import Model
@@ -367,3 +367,20 @@ def test_choices_of_one_request_read_its_prompt_once() -> None:
         got.tokens for got in served([job(sampling=Sampling(1.0, seed=n)) for n in range(4)])
     ]
     assert len({tuple(got.tokens) for got in found}) > 1
+
+
+def test_captured_steps_give_what_eager_ones_give() -> None:
+    """And what they leave out (here log-probabilities) is done eagerly beside them."""
+    jobs = [*crowd(6), job(logprobs=1)]
+
+    async def main(captures: bool) -> tuple[list[Got], float]:
+        async with engine_of(ops=REFERENCE, starts=False, rows=4, num_blocks=120) as engine:
+            if captures:
+                engine.capture()
+            engine.start()
+            found = await all_of(engine, jobs)
+            return found, engine.metrics.registry.get_sample_value("muse_fn_replays_total") or 0
+
+    (eager, none), (captured, some) = run(lambda: main(False)), run(lambda: main(True))
+    assert [got.tokens for got in captured] == [got.tokens for got in eager]
+    assert none == 0 < some

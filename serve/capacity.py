@@ -1,0 +1,59 @@
+"""What an engine has room for: its settings, its cache, its captured steps."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muse_fn.batch import Batch, Runner, blocks_needed, open_batch
+from muse_fn.captured_decode import DecodeSteps, Progress, capture_decode
+from muse_fn.generation import BLOCK
+from muse_fn.kvcache.cache import KVCache, blocks_for
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How to serve."""
+
+    rows: int = 64  # sequences stepped together
+    chunk: int = 512  # prompt tokens read in one step
+    num_blocks: int = 4096  # of the cache
+    block_size: int = BLOCK
+    kv_dtype: torch.dtype | None = None
+    queue: int = 1024  # jobs that may wait
+    queue_tokens: int = 1 << 22  # prompt tokens that may wait
+    share: float = 0.2  # of the time, what long prompts may take while others are answered
+    reuse: bool = True  # equal beginnings of prompts are read once
+
+
+def positions_that_fit(runner: Runner, settings: EngineSettings) -> int:
+    """The longest sequence: the model's limit, or what the cache holds if that is less."""
+
+    def needs(positions: int) -> int:
+        # Twice the chunk: the next one is planned before the last one's blocks have left the windows.
+        return blocks_needed(runner.config, positions, 2 * settings.chunk, settings.block_size)
+
+    return bisect_right(range(runner.config.max_positions + 1), settings.num_blocks - 1, key=needs) - 1
+
+
+def open_cache(runner: Runner, settings: EngineSettings) -> Batch:
+    """The empty cache of these settings."""
+    return open_batch(runner, settings.num_blocks, settings.block_size, dtype=settings.kv_dtype)
+
+
+def capture_steps(
+    runner: Runner, kv: KVCache, settings: EngineSettings, allowed_V: Tensor | None, progress: Progress | None = None
+) -> tuple[DecodeSteps, KVCache]:
+    """Decode steps for up to all rows and the longest sequence. Consumes `kv`."""
+    return capture_decode(
+        runner.params,
+        kv,
+        runner.config,
+        runner.mesh,
+        max_batch=settings.rows,
+        max_columns=blocks_for(positions_that_fit(runner, settings), settings.block_size),
+        allowed_V=allowed_V,
+        ops=runner.ops,
+        progress=progress,
+    )
