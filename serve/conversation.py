@@ -63,7 +63,7 @@ class Running:
                     for shown in said:
                         yield shown
                     if stopped:
-                        stream.cancel()
+                        stream.cancel("stop")
                 if isinstance(event, Done) or state.stopped is not None:
                     done = event if isinstance(event, Done) else Done("stop")
                     break

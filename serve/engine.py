@@ -34,6 +34,7 @@ from muse_fn.serve.pace import Pace
 from muse_fn.serve.scheduler import Budget, Plan, Row, State, Work, add, end, launch, plan, settle
 from muse_fn.serve.steps import Drawn, Found, Orders, Scoring, fits, run
 from muse_fn.serve.streams import JobStream
+from muse_fn.sharding.collectives import PeerError
 
 PULSE = 60.0  # seconds without work after which the other ranks hear that all is well
 FAILURES = 3  # steps that may fail one after the other before the engine gives up
@@ -76,6 +77,7 @@ class ModelEngine:
         self._thread = ThreadPoolExecutor(1, "steps")
         self._task: asyncio.Task[None] | None = None
         self._waiting_tokens = 0
+        self._untold: _Outcome | None = None  # of which the streams have not heard yet
 
     def capture(self, progress: Progress | None = None) -> None:
         """Captures the decode steps of all sizes, before the start. On a mesh every rank does, see `follow`."""
@@ -211,37 +213,38 @@ class ModelEngine:
     async def _main(self) -> None:
         try:
             await self._loop()
+        except PeerError as error:
+            log.error("the engine has failed: %s", error)
+            self._give_up(str(error))
         except Exception as error:
             log.exception("the engine has failed")
             self._give_up(f"internal error: {type(error).__name__}: {error}")
 
     def _give_up(self, why: str) -> None:
         self.health = why
+        self._publish()  # who has ended already hears of that
         for live in list(self._lives.values()):
             self._finish(live, Done("error", why))
         self._idle.set()
 
     async def _loop(self) -> None:
-        ahead, last, preempted = Plan(), None, 0
+        ahead, preempted = Plan(), 0
         loop = asyncio.get_running_loop()
-        while self.health != "stopped":
+        while not self.health:
             self._state, now = plan(self._state, self._budget(), None if ahead.is_empty else ahead)
             self._state, work = launch(self._state, now)
             ahead = Plan()
             if not (work.reads or work.decodes):
-                if last is not None:
-                    self._publish(last)
-                    last = None
+                self._publish()
                 if now.is_empty:
                     await self._rest()
                 continue
             self._note_joined(now)
             lives = {s.name: self._lives[s.name] for s in (*work.reads, *work.decodes)}
             step = loop.run_in_executor(self._thread, self._step, work, lives)
-            if last is not None:
-                self._publish(last)
+            self._publish()
             self._state, ahead = plan(self._state, self._budget())
-            last = self._settle(await step)
+            self._untold = self._settle(await step)
             self.metrics.preempted(self._state.preemptions - preempted)
             preempted = self._state.preemptions
 
@@ -288,6 +291,9 @@ class ModelEngine:
             if self._captured is not None and fits(self._captured, orders):
                 self.metrics.replayed()
             found, self._kv = run(self.runner, self._kv, orders, self.allowed_V, self._captured)
+        except PeerError as error:
+            log.error("a step has failed: %s", error)
+            return error
         except Exception as error:
             log.exception("a step has failed")
             return error
@@ -332,9 +338,11 @@ class ModelEngine:
         pool = self._state.pool
         self._state = self._state._replace(pool=new_pool(pool.num_blocks, pool.block_size, pool.windows))
 
-    def _publish(self, outcome: _Outcome) -> None:
-        """Tells the streams; the next step runs meanwhile."""
-        now = self.clock()
+    def _publish(self) -> None:
+        """Tells the streams of the last step; the next one runs meanwhile."""
+        outcome, self._untold, now = self._untold, None, self.clock()
+        if outcome is None:
+            return
         for share, scoring, scores in zip(outcome.work.reads, outcome.scorings, outcome.found.scores, strict=True):
             live = outcome.lives[share.name]
             done = share.start + len(share.tokens)

@@ -31,6 +31,7 @@ from muse_fn.sharding.mesh import Mesh
 
 TICK = 0.1  # seconds between looks at processes that say nothing
 GRACE = 1.0  # seconds that a lost peer waits for a better reason
+PAUSE = 0.02  # seconds between looks at ranks that are to end
 MERCY = 3.0  # seconds between SIGTERM and SIGKILL
 LAST_LINES = 20
 # What a rank is before it is the command: on Linux the system kills it when its parent dies, even while it imports or
@@ -86,9 +87,9 @@ def launch(command: Sequence[str], ranks: int, *, quiet: bool = True, mercy: flo
 
     Rank 0 has this process's standard output and error; of the others a failing one's last lines are shown if it
     reports nothing. Draws the loading of each rank unless `quiet`. Raises RankError with the first cause. A signal
-    that ends this process is SystemExit with 128 + its number; that nobody reads the answers any more is SystemExit
-    with 1, as for one rank. In every case no rank is left, and none outlives this process however it ends. Ranks that
-    are told to end have `mercy` seconds.
+    that ends this process is SystemExit with 128 + its number, or with 0 if all ranks end well; that
+    nobody reads the answers any more is SystemExit with 1, as for one rank. In every case no rank is left, and none
+    outlives this process however it ends. Ranks that are told to end have `mercy` seconds.
     """
     crew: list[_Rank] = []
     cause: Cause | None = None
@@ -101,11 +102,11 @@ def launch(command: Sequence[str], ranks: int, *, quiet: bool = True, mercy: flo
             with loading_bars(quiet) as bars:
                 cause = _supervise(crew, asked, bars)
         finally:
-            _stop(crew, mercy if cause is None else MERCY)
+            _stop(crew, mercy if cause is None else MERCY, asked)
             words = "" if cause is None or cause.is_reported else _last_words(crew[cause.rank])
             _close(crew)
     if asked:
-        sys.exit(128 + asked[0])
+        sys.exit(128 + asked[0] if any(member.process.returncode for member in crew) else 0)
     if cause is None:
         return
     if not cause.is_told:
@@ -256,18 +257,20 @@ def _let_begin(crew: list[_Rank]) -> None:
             member.line.send_bytes(b"begin")
 
 
-def _stop(crew: list[_Rank], mercy: float) -> None:
-    """Ends and reaps whoever still runs."""
-    for member in crew:
-        if member.process.poll() is None:
-            member.process.terminate()
-    deadline = time.monotonic() + mercy
-    for member in crew:
-        try:
-            member.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            member.process.kill()
-            member.process.wait()
+def _stop(crew: list[_Rank], mercy: float, asked: list[int]) -> None:
+    """Ends and reaps whoever still runs. Whoever asks once more is heard: a rank may then hurry."""
+    deadline, heard = time.monotonic() + mercy, -1
+    while running := [member for member in crew if member.process.poll() is None]:
+        if time.monotonic() >= deadline:
+            for member in running:
+                member.process.kill()
+                member.process.wait()
+        elif len(asked) > heard:
+            heard = len(asked)
+            for member in running:
+                member.process.terminate()
+        else:
+            time.sleep(PAUSE)
 
 
 def _last_words(member: _Rank) -> str:

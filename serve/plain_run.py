@@ -150,6 +150,7 @@ async def _choice(run: Run, choice: int, scores: "asyncio.Future[Scores]") -> As
                 yield Grown(choice, text, (token,))
             if isinstance(event, Done) or state.stopped is not None or (has_begun and run.asked.max_new == 0):
                 done = event if isinstance(event, Done) else Done("length")
+                stream.cancel("stop")  # nothing, where the job is over
                 break
     finally:
         stream.cancel()

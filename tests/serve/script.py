@@ -28,11 +28,11 @@ class ScriptedStream:
     cancels: int = 0  # how often it was cancelled before it had ended
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def cancel(self) -> None:
+    def cancel(self, finish: Finish = "abort") -> None:
         if not self.ended:
             self.cancels += 1
             self.engine.cancels += 1
-            self.end("abort")
+            self.end(finish)
 
     def end(self, finish: Finish) -> None:
         if not self.ended:
