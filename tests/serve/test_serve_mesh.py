@@ -1,0 +1,125 @@
+"""The server on a mesh of two ranks: the answers of one, an end of all with each, quiet times that break nothing."""
+
+import os
+import signal
+import sys
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.processes import children, have_gone
+from tests.serve.commanded import PATIENCE, Command, chat, commanded, status_of
+
+if sys.platform != "linux":
+    pytest.skip("processes are looked up in /proc", allow_module_level=True)
+
+SMALL = ("--port", "0", "--cache-gib", "0.05", "--deterministic")
+MESH = ("--mesh", "tp=2")
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 5, "max_tokens": 24},
+    {"stop": ["="]},
+    {"messages": [{"role": "user", "content": "word " * 300 + "hello"}], "max_tokens": 16, "logprobs": True},
+]
+
+
+def said(answer: dict[str, Any]) -> tuple[Any, ...]:
+    """What two servers must agree on, whatever they call the request."""
+    (choice,) = answer["choices"]
+    usage = answer["usage"]
+    tokens = [one["token"] for one in (choice["logprobs"] or {}).get("content", ())]
+    return choice["message"], choice["finish_reason"], tokens, usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def quiet(pulse: float) -> tuple[str, ...]:
+    """The command with another time after which the first rank gives a sign of life; a rank inherits it by torchrun."""
+    program = (
+        f"from muse_fn.serve import engine; engine.PULSE = {pulse}; from muse_fn.serve.__main__ import main; main()"
+    )
+    return "-c", program
+
+
+def test_two_ranks_answer_as_one_and_end_together() -> None:
+    with commanded(*SMALL) as one, commanded(*SMALL, *MESH) as two:
+        urls = one.address(), two.address()
+        ranks = children(two.process.pid)
+        assert len(ranks) == 2
+        for body in ASKED:
+            first, second = (said(chat(url, **body)) for url in urls)
+            assert first == second
+        two.process.send_signal(signal.SIGTERM)
+        assert two.ends() == 0, two.text
+        assert have_gone(ranks, patience=0)
+        assert '  File "' not in two.text
+        assert "error" not in two.text
+
+
+def test_a_second_signal_reaches_the_ranks() -> None:
+    with commanded(*SMALL, *MESH, "--drain", "600") as command:
+        url = command.address()
+        ranks = children(command.process.pid)
+        body = {"prompt": [5], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            command.process.send_signal(signal.SIGTERM)
+            while "draining" not in command.text:
+                next(lines)
+            assert status_of(f"{url}/ready") == 503
+            command.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert command.ends() == 0, command.text
+        assert rest[-2:] != ["data: [DONE]", ""] or '"finish_reason":"length"' not in "".join(rest)
+        assert have_gone(ranks, patience=0)
+
+
+@pytest.mark.parametrize(("rank", "is_busy"), [(1, True), (0, False), (1, False)])
+def test_a_killed_rank_ends_everything_and_is_named(rank: int, is_busy: bool) -> None:
+    with commanded(*SMALL, *MESH) as command:
+        url = command.address()
+        ranks = children(command.process.pid)
+        with ExitStack() as stack:
+            if is_busy:
+                body = {"prompt": [5], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+                answer = stack.enter_context(httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE))
+                next(answer.iter_lines())
+            os.kill(ranks[rank], signal.SIGKILL)
+            assert command.ends() == 1
+        assert have_gone(ranks, patience=0)
+        errors = [line for line in command.said if line.startswith("error: ")]
+        memory = "(the system does that when memory runs out)"
+        assert errors == [f"error: rank {rank} of 2 was killed by SIGKILL {memory}\n"]
+        assert '  File "' not in command.text
+
+
+def test_a_port_in_use_is_one_error_of_the_first_rank() -> None:
+    with commanded(*SMALL) as one:
+        port = one.address().rpartition(":")[2]
+        with commanded("--port", port, "--cache-gib", "0.05", *MESH) as two:
+            assert two.ends() == 1
+            errors = [line for line in two.said if "error" in line]
+            assert len(errors) == 1, two.text
+            assert errors[0].startswith(f"error: rank 0 of 2: --host 127.0.0.1 --port {port}: cannot be listened on")
+
+
+def test_quiet_times_longer_than_the_pulse_break_nothing() -> None:
+    """Ranks as torchrun would start them, so that the first has a pulse of its own."""
+    from muse_fn.serve.launch import free_port, rank_environment
+
+    port = free_port()
+    with ExitStack() as stack:
+        ranks: list[Command] = []
+        for rank in range(2):
+            environment = rank_environment(rank, 2, port)
+            ranks.append(stack.enter_context(commanded(*SMALL, *MESH, environment=environment, program=quiet(0.01))))
+        url = ranks[0].address()
+        first = said(chat(url))
+        for _ in range(3):
+            threading.Event().wait(0.3)  # some thirty signs of life
+            assert said(chat(url)) == first
+        ranks[0].process.send_signal(signal.SIGTERM)
+        ranks[1].process.send_signal(signal.SIGTERM)  # as a terminal or a container does; the first decides
+        assert [command.ends() for command in ranks] == [0, 0]
