@@ -178,9 +178,8 @@ async def run_level(
     """
     loop, places = asyncio.get_running_loop(), asyncio.Semaphore(concurrency)
     samples, is_cut, is_interrupted = list[Sample](), False, False
-    started = loop.time()
 
-    async def one(client: httpx.AsyncClient, number: int) -> None:
+    async def one(client: httpx.AsyncClient, number: int, started: float) -> None:
         begun = None if times is None else started + times[number]
         if begun is not None:
             await asyncio.sleep(begun - loop.time())
@@ -190,15 +189,17 @@ async def run_level(
         if note:
             note(sample)
 
-    try:
-        async with asyncio.timeout(limit), client_of(target, concurrency) as client, asyncio.TaskGroup() as group:
-            for number in range(len(prompts)):
-                group.create_task(one(client, number))
-    except TimeoutError:
-        is_cut = True
-    except asyncio.CancelledError:  # of what is known is told, and whoever cancelled sees it in the level
-        is_cut = is_interrupted = True
-    seconds = loop.time() - started
+    async with client_of(target, concurrency) as client:  # reads certificates, which is no part of the load
+        started = loop.time()
+        try:
+            async with asyncio.timeout(limit), asyncio.TaskGroup() as group:
+                for number in range(len(prompts)):
+                    group.create_task(one(client, number, started))
+        except TimeoutError:
+            is_cut = True
+        except asyncio.CancelledError:  # of what is known is told, and whoever cancelled sees it in the level
+            is_cut = is_interrupted = True
+        seconds = loop.time() - started
     missing = [Sample(UNFINISHED)] * (len(prompts) - len(samples))
     return Level(concurrency, seconds, (*samples, *missing), is_cut, is_interrupted)
 
