@@ -269,7 +269,7 @@ def test_prompts_whose_clients_left_the_queue_take_no_room_in_it() -> None:
             running = engine.submit((job((1, 2), 90),))[0]
             for _ in range(20):
                 (left,) = engine.submit((job(tuple(range(60)), 4),))
-                with pytest.raises(Refused, match="6[02] prompt tokens are waiting: the limit is 100"):
+                with pytest.raises(Refused, match=r"6[02] prompt tokens are waiting: the limit is 100"):
                     engine.submit((job(tuple(range(60)), 4), job(tuple(range(60)), 4)))
                 await asyncio.sleep(0)
                 left.cancel()
