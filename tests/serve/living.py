@@ -59,8 +59,11 @@ class Living:
 
 
 @asynccontextmanager
-async def living(limits: dict[str, Any] | None = None, **settings: Any) -> AsyncGenerator[Living]:
-    """The server while it runs, with these limits and settings of the engine."""
+async def living(
+    limits: dict[str, Any] | None = None, *, sends: int | None = None, **settings: Any
+) -> AsyncGenerator[Living]:
+    """The server while it runs, with these limits and settings of the engine; `sends` is how many bytes the system may
+    hold of what it sends on one connection."""
     model = Model(MODEL, random_params(MODEL, 0), nano()[1])
     chosen, listening = replace(SETTINGS, **settings), Listening()
     runner = Runner(model.params, MODEL, chunk=chosen.chunk, ops=INVARIANT)
@@ -68,6 +71,8 @@ async def living(limits: dict[str, Any] | None = None, **settings: Any) -> Async
         service = replace(service, limits=quick(**limits or {}))
         server = http_server(service, listening)
         with listen("127.0.0.1", 0) as listener:
+            if sends is not None:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sends)  # which connections inherit
             serves = asyncio.create_task(server.serve([listener]))
             try:
                 yield Living(listener.getsockname()[1], service, engine)

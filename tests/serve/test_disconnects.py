@@ -218,7 +218,7 @@ def test_readers_who_hardly_read_are_left_and_harm_nobody() -> None:
             await asyncio.sleep(1)
 
     async def main() -> None:
-        async with living({"stall": 0.5}, rows=64, num_blocks=20000) as server, client(server) as session:
+        async with living({"stall": 0.5}, sends=4096, rows=64, num_blocks=20000) as server, client(server) as session:
             expected, before = await chat(session), resident()
             body = {**LONG, "messages": HELLO, "stream": True, "logprobs": True, "top_logprobs": 20}
             connections = [await opened(server, receives=2048) for _ in range(readers)]
