@@ -209,7 +209,7 @@ def _job(
         min_new=asked.min_new,
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs if index == 0 else None,
-        constraint=blueprint.begin() if blueprint else None,
+        constraint=blueprint.begin(max_new) if blueprint else None,
         priority=asked.priority,
         salts=(("salt", asked.salt),) if asked.salt is not None else (),
     )

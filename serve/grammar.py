@@ -11,7 +11,10 @@ Where there are calls there is at least one, and without `parallel_tool_calls` e
 calls in any number there is nothing to enforce, and no constraint. Arguments of calls match the tool's schema; with
 auto, a schema that no grammar can express is enforced in its parameters' names and kinds only.
 
-Commentary may come beside messages to self unless there is a `final`: to clients it is part of the answer's text.
+Commentary may come beside messages to self unless there is a `final` (to clients it is part of the answer's text) or a
+tool is named: a model that would rather call another writes that call there.
+
+Where calls or a `final` must come, half of the token budget at most, and all of it but ROOM, goes to what comes before.
 """
 
 import asyncio
@@ -37,6 +40,7 @@ from muse_fn.serve.turns import Final, Named, ToolChoice
 from muse_fn.tokenizer import Json, Tokenizer
 
 KEPT = 64  # compiled framings
+ROOM = 128  # tokens of the budget that reasoning never takes from what must come
 WORKERS = 2  # one request's grammars may take long; another's are tried meanwhile
 START, MESSAGE, END_OF_MESSAGE, END_OF_TURN = "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"
 
@@ -57,9 +61,11 @@ class Blueprint:
 
     plan: Plan
 
-    def begin(self) -> Constraint:
-        """A fresh cursor at the start of the generated text."""
-        return Cursor(self.plan)
+    def begin(self, budget: int | None = None) -> Constraint:
+        """A fresh cursor at the start of the generated text, of `budget` tokens at most."""
+        if budget is None or not self.plan.late_headers:
+            return Cursor(self.plan)
+        return Cursor(self.plan, max(0, min(budget // 2, budget - ROOM)))
 
 
 class Grammars:
@@ -133,9 +139,9 @@ class Grammars:
             asked.append((FIELDS[final.rule], _grammar(final)))
         matchers = self._compiled(asked)
         ends = bits((eom, eot) if framing.parallel_tool_calls else (eot,))
-        bodies = {b"self": Body(bits((eom,)))}
-        if final is None:
-            bodies[b"commentary"] = Body(bits((eom,)))
+        bodies = {b"self": Body(bits((eom,)), is_preamble=True)}
+        if final is None and not isinstance(framing.tool_choice, Named):
+            bodies[b"commentary"] = Body(bits((eom,)), is_preamble=True)
         before = list(bodies)
         for tool, (_, grammar), matcher in zip(tools, grammars, matchers, strict=False):
             bodies[tool.name.encode()] = Body(ends, matcher, guard=True, texts=grammar.texts, calls=True)
@@ -143,23 +149,30 @@ class Grammars:
         if answers:
             is_json = final is not None and final.rule in ("json_schema", "json_object")
             bodies[b"user"] = Body(bits((eot,)), None if final is None else matchers[-1], guard=is_json)
-        assert len(bodies) > len(before), f"{framing.tool_choice=}"
+        musts = [name for name in bodies if name not in before]
+        calls = [name for name in musts if name in behind_call]
+        assert musts, f"{framing.tool_choice=}"
+        is_bounded = final is not None or not answers
         return Plan(
             self._vocabulary,
             self._vetoes,
-            headers=self._headers(list(bodies), behind_call),
+            headers=self._headers(list(bodies), list(bodies), behind_call),
+            late_headers=self._headers(musts, musts, calls or musts) if is_bounded else (),
             bodies=bodies,
             message=bits((message,)),
             start=bits((start,)),
             closers=frozenset((eom,)),
+            end=bits((eot,)),
         )
 
-    def _headers(self, recipients: list[bytes], behind_call: list[bytes]) -> tuple[LLMatcher, ...]:
+    def _headers(self, first: list[bytes], *later: list[bytes]) -> tuple[LLMatcher, ...]:
+        """Headers to these recipients at the very start, then others behind `<|start|>`."""
+
         def header(role: str, names: list[bytes]) -> LLMatcher:
             texts = (literal(f"{role} to={name.decode()}") for name in names)
             return self._vocabulary.matcher(whole(lark_grammar=f"start: HEADER\nHEADER: {' | '.join(texts)}"))
 
-        return header("", recipients), header("assistant", recipients), header("assistant", behind_call)
+        return header("", first), *(header("assistant", names) for names in later)
 
     def _controls(self) -> tuple[int, int, int, int]:
         names, vocabulary = (START, MESSAGE, END_OF_MESSAGE, END_OF_TURN), self._vocabulary

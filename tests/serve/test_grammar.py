@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import jsonschema_rs
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muse_fn.serve.channels import Message, parse
-from muse_fn.serve.grammar import Blueprint, Framing, Grammars
+from muse_fn.serve.grammar import ROOM, Blueprint, Framing, Grammars
 from muse_fn.serve.turns import Final, Named, ToolChoice
 from muse_fn.tokenizer import Control, Json, Text
 from tests.serve.grammar_walk import VOCAB, allowed, tokenizer, walk
@@ -85,6 +86,26 @@ def test_calls_come_when_they_must(grammars: Grammars, choice: ToolChoice, paral
             assert {call.name for call in message.tool_calls} == {choice.name}
     assert min(counts) >= 1
     assert parallel or counts == {1}
+
+
+@pytest.mark.parametrize("budget", [40, 128, 160, 300, 700])
+@pytest.mark.parametrize("choice", ["required", Named("ping"), "none"])
+def test_what_must_come_has_room_in_the_budget(grammars: Grammars, choice: ToolChoice, budget: int) -> None:
+    """Trial 12: a model that never ends its reasoning by itself does not use up the room for the call or the answer."""
+    final = Final("choice", ["yes"]) if choice == "none" else None
+    cursor, draw, drawn = built(grammars, Framing(TOOLS[1:2], choice, final=final)).begin(budget), Random(budget), []
+    ends = [tokenizer().controls[name] for name in ("<|eom|>", "<|eot|>")]
+    bound = max(0, min(budget // 2, budget - ROOM))
+    while not cursor.is_done:
+        ids = allowed(cursor)
+        others = [token for token in ids if token not in ends]  # never ends anything unless it must
+        drawn.append(draw.choice((others if len(drawn) < bound else []) or ids))
+        cursor.push(drawn[-1])
+    message = parse(tokenizer().decode_pieces(drawn), TOOLS)
+    assert len(drawn) - bound <= ROOM
+    assert {call.name for call in message.tool_calls} == (set() if final else {"ping"})
+    assert message.answer == ("yes" if final else "")
+    assert bool(message.reasoning + message.commentary) <= bool(bound)
 
 
 @pytest.mark.parametrize("final", [None, Final("json_schema", NUMBER)])
