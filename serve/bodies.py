@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import NoReturn, ParamSpec, TypeVar, cast
@@ -20,6 +21,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 LARGE = 32 * 1024  # bytes, characters or ids from which on work goes to a thread
 LISTED = 8  # problems named in one message
+RATE = 16 * 1024  # bytes a second: what a body may be slower than for `limits.stall` seconds in all
 DIGITS = 400  # of a whole number; a float has at most 309 before its point
 logger = logging.getLogger("muse_fn.serve")
 
@@ -95,7 +97,11 @@ def _check_headers(request: Request) -> None:
 
 
 async def _read(request: Request, limits: Limits) -> bytes:
-    """The whole body, counted while it comes in. A client that sends nothing for `limits.stall` seconds is refused."""
+    """The whole body, counted while it comes in.
+
+    A client that sends nothing for `limits.stall` seconds is refused, and so is one that sends a little now and then:
+    after so long, RATE is the least.
+    """
     too_large = BadRequest(f"body: larger than the limit of {limits.body} bytes", status=413)
     declared = request.headers.get("content-length", "0")
     if not (declared.isascii() and declared.isdigit()):
@@ -103,13 +109,15 @@ async def _read(request: Request, limits: Limits) -> bytes:
     if len(declared) > 18 or int(declared) > limits.body:
         raise too_large
     parts: list[bytes] = []
-    size = 0
+    size, began = 0, time.monotonic()
     stream = request.stream()
     while True:
+        left = began + limits.stall + size / RATE - time.monotonic()
         try:
-            part = await asyncio.wait_for(anext(stream, None), limits.stall)
+            part = await asyncio.wait_for(anext(stream, None), min(left, limits.stall))
         except TimeoutError:
-            raise BadRequest(f"body: nothing came for {limits.stall:g} seconds", status=408) from None
+            slow = f"nothing came for {limits.stall:g} seconds" if left > limits.stall else "came too slowly"
+            raise BadRequest(f"body: {slow}", status=408) from None
         except ClientDisconnect:
             raise Gone from None
         if part is None:

@@ -21,6 +21,7 @@ from muse_fn.generation import allowed_ids
 from muse_fn.load import Model
 from muse_fn.serve.app import make_app
 from muse_fn.serve.capacity import EngineSettings
+from muse_fn.serve.connection import Connection
 from muse_fn.serve.engine import ModelEngine
 from muse_fn.serve.grammar import Grammars
 from muse_fn.serve.guard import Settings
@@ -141,6 +142,7 @@ def http_server(service: Service, listening: Listening) -> uvicorn.Server:
     """uvicorn over the application, without a log or signals of its own."""
     chosen = uvicorn.Config(
         make_app(service, listening.guard),
+        http=Connection,
         lifespan="off",
         ws="none",
         log_config=None,
