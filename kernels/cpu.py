@@ -63,11 +63,12 @@ def _one_query(
     q_B1ND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_B1: Tensor, k_pos_BS: Tensor, window: int
 ) -> Tensor:
     """reference.attend in float32 with the heads of a group as rows of one product: no key is copied once per head."""
-    k, v = (x.transpose(1, 2) for x in (k_BSKD, v_BSKD))
-    q = q_B1ND.view(len(q_B1ND), k.shape[1], -1, q_B1ND.shape[-1])
-    hidden = ~reference.visible(q_pos_B1, k_pos_BS, window).unsqueeze(1)
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, torch.finfo(q.dtype).min)
-    return (torch.softmax(scores, -1) @ v).view(q_B1ND.shape)
+    q_BKGD, scale = q_B1ND.view(len(q_B1ND), k_BSKD.shape[2], -1, q_B1ND.shape[-1]), q_B1ND.shape[-1] ** -0.5
+    seen = reference.visible(q_pos_B1, k_pos_BS, window)
+    hidden = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    heads = zip(q_BKGD.unbind(1), k_BSKD.unbind(2), v_BSKD.unbind(2), strict=True)
+    found = [torch.softmax(torch.baddbmm(hidden, q, k.mT, alpha=scale), -1).bmm(v) for q, k, v in heads]
+    return torch.stack(found, 1).view(q_B1ND.shape)
 
 
 def _fused(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:

@@ -44,19 +44,24 @@ def logical_shape(weight: Weight) -> tuple[int, ...]:
     return (*weight.codes.shape[:-1], 2 * weight.codes.shape[-1])
 
 
+_PAIR = {2: torch.int32, 4: torch.int64, 8: torch.complex128}  # by bytes of a value: a type of the size of two
+
+
 @lru_cache(maxsize=8)
 def _byte_values(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[256, 2]: both values of a byte, low nibble first. A constant, kept per device: unpacking is one gather."""
+    """[256]: both values of a byte, low nibble first, as one element of twice the size. A constant, kept per device:
+    unpacking is one gather of whole elements."""
     half = torch.tensor(E2M1, dtype=torch.float32)
     table = torch.cat([half, -half])
     codes = torch.arange(256)
-    return torch.stack([table[codes & 15], table[codes >> 4]], -1).to(device, dtype)
+    pairs = torch.stack([table[codes & 15], table[codes >> 4]], -1).to(device, dtype)
+    return pairs.view(_PAIR[dtype.itemsize])[:, 0]
 
 
 def unpack(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 [..., k/2] -> the exact E2M1 values [..., k] in any float dtype."""
     pairs = _byte_values(dtype, codes.device)
-    return pairs[codes.int()].flatten(-2)
+    return pairs.index_select(0, codes.flatten().int()).view(dtype).view(*codes.shape[:-1], -1)
 
 
 def e8m0(scales: Tensor) -> Tensor:

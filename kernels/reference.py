@@ -74,7 +74,7 @@ def rows_of(arena: Tensor, blocks_BC: Tensor, pos_BS: Tensor, dtype: torch.dtype
     rows = rows.to(dtype)
     # Their bits and all ones, or none: masked_fill goes element by element on a CPU, this by whole registers.
     bits = rows.view(BITS[dtype.itemsize])
-    return (bits & -(pos_BS >= 0).to(bits.dtype)[..., None, None]).view(dtype)
+    return bits.bitwise_and_(-(pos_BS >= 0).to(bits.dtype)[..., None, None]).view(dtype)
 
 
 def attend_blocks(

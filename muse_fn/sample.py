@@ -109,6 +109,7 @@ def sample(
     *,
     allowed_V: Tensor | None = None,
     filtered: bool = True,
+    greedy: bool = False,
     mesh: Mesh = ONE,
 ) -> Tensor:
     """The next token of each row: float32 logits [B, V] -> int64 [B], -1 for a row that is not finite.
@@ -116,13 +117,17 @@ def sample(
     `pos_B` is the position the token will take; with the row's seed it fixes the noise. Ids that are False in
     `allowed_V` (bool [V], or [B, V] where rows differ) are never drawn. Temperature acts first, then top_k, then top_p
     on what is left renormalised, then min_p relative to the likeliest. `filtered=False` skips the filters when no row
-    uses one; the result is the same. On a mesh each rank gives its share of the logits, and all get the same tokens.
+    uses one, `greedy=True` the noise when no row has a temperature; the result is the same. On a mesh each rank gives
+    its share of the logits, and all get the same tokens.
     """
     width = logits_BV.shape[-1]
     start = mesh.index(STAGE) * width
     bad_B = ~torch.isfinite(logits_BV).all(-1)
     if allowed_V is not None:
         logits_BV = logits_BV.masked_fill(~allowed_V[..., start : start + width], -torch.inf)
+    if greedy:
+        choices, bad_B = _largest(logits_BV[None], start, bad_B, mesh)
+        return torch.where(bad_B, -1, choices[0])
     temperature = torch.where(draw.temperature_B > 0, draw.temperature_B, 1.0)
     # From the maximum down, so that the smallest temperature overflows to -inf and never to +inf.
     scaled = (logits_BV - stacked(logits_BV.amax(-1, keepdim=True), mesh, STAGE).amax(0)).float() / temperature[:, None]

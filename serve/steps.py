@@ -115,7 +115,7 @@ def _run(runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None) 
             rows[n], scores[n], kv = _score(runner, kv, orders.reads[n], scoring, allowed_V)
     if orders.decodes:
         tokens, view = _batch(orders.decodes, runner.device)
-        ran, kv = decode(runner.params, tokens, kv, view, runner.config, runner.mesh, gathered=False, ops=runner.ops)
+        ran, kv = _decode(runner, kv, tokens, view)
         rows |= {len(orders.reads) + n: row for n, row in enumerate(ran[:, 0])}
     shares = (*orders.reads, *orders.decodes)
     drawing = [n for n, share in enumerate(shares) if share.draws]
@@ -154,7 +154,17 @@ def _batch(shares: Sequence[Share], device: torch.device) -> tuple[Tensor, View]
 def _read(runner: Runner, kv: KVCache, shares: Sequence[Share]) -> tuple[Tensor, KVCache]:
     """Logits [B, V] after the last token of each."""
     tokens, view = _batch(shares, runner.device)
-    return prefill(runner.params, tokens, kv, view, runner.config, runner.mesh, gathered=False, ops=runner.ops)
+    # The scheduler gives every row its blocks, which takes the same checks apart, row by row.
+    return prefill(
+        runner.params, tokens, kv, view, runner.config, runner.mesh, gathered=False, checked=True, ops=runner.ops
+    )
+
+
+def _decode(runner: Runner, kv: KVCache, tokens: Tensor, view: View) -> tuple[Tensor, KVCache]:
+    """Logits [B, 1, V]."""
+    return decode(
+        runner.params, tokens, kv, view, runner.config, runner.mesh, gathered=False, checked=True, ops=runner.ops
+    )
 
 
 def _score(
@@ -198,6 +208,7 @@ def _draw(
         torch.tensor(ends, device=runner.device),
         allowed_V=_allowed(rules, allowed_V, runner),
         filtered=any(rule.sampling.is_filtered for rule in rules),
+        greedy=all(rule.sampling.temperature == 0 for rule in rules),
         mesh=mesh,
     )
     drawn = [Drawn(token, None) for token in tokens.tolist()]
