@@ -21,6 +21,7 @@ from muse_fn.tokenizer import Json, Tokenizer
 
 T = TypeVar("T")
 log = logging.getLogger("muse_fn.serve")
+MESSAGES = 16384  # of one conversation: templates need a while for each, however short
 TOO_LONG = "context_length_exceeded"  # by which clients know that they should shorten the conversation
 _UNSPEAKABLE = re.compile(r'[\s"<>]')  # what a header or a call could not carry
 _CHANNELS = ", ".join(filter(None, CHANNELS))
@@ -97,6 +98,8 @@ async def prompt_ids(tokenizer: Tokenizer, turn: Turn) -> tuple[int, ...]:
 
     With tool_choice none the prompt knows no tools. Raises ValueError naming the field, the template's refusals too.
     """
+    if isinstance(turn.messages, list) and len(turn.messages) > MESSAGES:
+        raise ValueError(f"messages: {len(turn.messages)} messages are more than the limit of {MESSAGES}")
     return await asyncio.to_thread(_prompt_ids, tokenizer, turn)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muse_fn.adjust import Bias, Seen, unpacked
-from muse_fn.serve.jobs import Job, Penalties
+from muse_fn.serve.jobs import NO_TOKEN, Job, Penalties
 from muse_fn.serve.steps import Rule
 
 
@@ -31,7 +31,7 @@ class Drawer:
         job = self.job
         allowed = self._allowed()
         if allowed is not None and not allowed.any():
-            self.broken = self.broken or "its constraint allows no further token"
+            self.broken = self.broken or NO_TOKEN
         return Rule(
             job.sampling,
             self._seen() if job.penalties != Penalties() else None,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from starlette.responses import JSONResponse
 
-from muse_fn.serve.jobs import Refused
+from muse_fn.serve.jobs import NO_TOKEN, Refused
 from muse_fn.tokenizer import Json
 
 _FIELD = re.compile(r"([A-Za-z_]\w*(?:\.\w+|\[\d+\])*)(?::| is | has | must )")
@@ -53,6 +53,8 @@ def problem_of(error: BaseException) -> Problem:
     if isinstance(error, Refused):
         code = "queue_full" if error.status == 429 else "unavailable"
         return Problem(error.status, str(error), code=code, retry_after=error.retry_after)
+    if isinstance(error, Failed) and str(error) == NO_TOKEN:
+        return Problem(400, NO_TOKEN)
     if isinstance(error, Failed):
         return Problem(500, str(error) or "the engine failed", code="engine_error")
     if isinstance(error, ValueError):

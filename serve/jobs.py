@@ -11,6 +11,11 @@ from muse_fn.batch import Salts
 from muse_fn.sample import Sampling
 
 Finish: TypeAlias = Literal["stop", "length", "error", "abort"]
+# Why a job ends with error where what its request asks for contradicts itself: the client's mistake, not the engine's.
+NO_TOKEN = (
+    "the request leaves no token that may come next: its rules for tools or answers, allowed_token_ids and min_tokens "
+    "contradict each other"
+)
 
 
 class Constraint(Protocol):

@@ -293,6 +293,12 @@ def test_malformed_messages_name_their_field() -> None:
     assert refused(turn(variables={"messages": 1})).startswith("template variable messages")
 
 
+def test_a_flood_of_messages_is_refused_before_any_is_read() -> None:
+    """Trial 48."""
+    assert refused(turn(messages=[5] * 16385)) == "messages: 16385 messages are more than the limit of 16384"
+    assert refused(turn(messages=[5] * 16384)).startswith("messages[0]: ")
+
+
 def test_the_first_header_need_not_be_there() -> None:
     _, events = run(tokens_of(to("user")[18:].split("<")[0], "<|message|>", "ok", "<|eot|>"), turn())
     assert [e.text for e in events if isinstance(e, Said)] == ["ok"]

@@ -130,10 +130,10 @@ def ask(request: pytest.FixtureRequest) -> Iterator[Ask]:
     options = () if request.param == "trained" else ("--model", str(request.getfixturevalue("random_model")))
     with server(*options) as address, httpx.Client(base_url=address, timeout=PATIENCE) as client:
 
-        def asking(**fields: Any) -> dict[str, Any]:
+        def asking(*, status: int = 200, **fields: Any) -> dict[str, Any]:
             body = {"messages": MESSAGES, "max_tokens": ROOM, **fields}
             response = client.post("/v1/chat/completions", json=body)
-            assert response.status_code == 200, response.text
+            assert response.status_code == status, response.text
             if not fields.get("stream"):
                 return response.json()
             blocks = [block.removeprefix("data: ") for block in response.text.split("\n\n") if block]
@@ -204,6 +204,16 @@ def test_14_eighteen_choices(ask: Ask) -> None:
     found = at_once(lambda i: content(ask(seed=i, structured_outputs={"choice": CHOICES[i]})), 18)
     for texts, text in zip(CHOICES, found, strict=True):
         assert text in texts
+
+
+def test_17_rules_that_contradict_each_other_are_the_clients_mistake(ask: Ask) -> None:
+    """Not an error of the server, and nothing to those beside it."""
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(ask, structured_outputs={"choice": ["yes"]})
+        told = ask(status=400, structured_outputs={"regex": "b"}, allowed_token_ids=[5])["error"]
+        assert "contradict" in told["message"]
+        assert told["type"] == "invalid_request_error"
+        assert content(beside.result()) == "yes"
 
 
 def content(answer: dict[str, Any]) -> str:
