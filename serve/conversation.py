@@ -180,7 +180,9 @@ def _prompt_ids(tokenizer: Tokenizer, turn: Turn) -> tuple[int, ...]:
 async def _blueprint(service: Service, turn: Turn) -> Blueprint | None:
     if service.grammars is not None:
         framing = Framing(_offered(turn), turn.tool_choice, turn.parallel_tool_calls, turn.final)
-        return await service.grammars.build(framing)
+        if framing.is_free:
+            return None
+        return await service.metrics.timing_grammar(service.grammars.build(framing))
     if turn.final is not None or turn.tool_choice not in ("auto", "none"):
         raise ValueError("tool_choice, response_format: this server has nothing to enforce them with")
     return None

@@ -33,7 +33,7 @@ from muse_fn.serve.grammar_cursor import Body, Cursor, Plan
 from muse_fn.serve.grammar_guard import Vetoes
 from muse_fn.serve.grammar_rules import FIELDS, grammar_of, literal, whole
 from muse_fn.serve.grammar_schema import dumped
-from muse_fn.serve.grammar_trial import Fault, Trials
+from muse_fn.serve.grammar_trial import Fault, Slow, TooSlow, Trials
 from muse_fn.serve.grammar_vocabulary import Vocabulary
 from muse_fn.serve.jobs import Constraint
 from muse_fn.serve.turns import Final, Named, ToolChoice
@@ -53,6 +53,12 @@ class Framing:
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     final: Final | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is nothing to enforce."""
+        one_at_most = not self.parallel_tool_calls and bool(self.tools)
+        return self.tool_choice == "auto" and self.final is None and not one_at_most
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +94,7 @@ class Grammars:
 
     async def build(self, framing: Framing) -> Blueprint | None:
         """None where there is nothing to enforce. ValueError naming the field for what cannot be honoured."""
-        if _is_free(framing):
+        if framing.is_free:
             return None
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, framing)
 
@@ -112,7 +118,7 @@ class Grammars:
 
     def compile(self, framing: Framing) -> Blueprint | None:
         """`build` without an event loop."""
-        if _is_free(framing):
+        if framing.is_free:
             return None
         key = self._checked_key(framing)
         return self._remembered(key) or self._keep(key, self._framed(framing))
@@ -190,7 +196,7 @@ class Grammars:
         except Fault as fault:
             fields = dict.fromkeys(where for where, _ in asked)
             where = " or ".join(list(fields)[:4]) if fault.index is None else asked[fault.index][0]
-            raise ValueError(f"{where}: {fault}") from None
+            raise (TooSlow if isinstance(fault, Slow) else ValueError)(f"{where}: {fault}") from None
         return [self._vocabulary.matcher(grammar) for _, grammar in asked]
 
     def _try(self, asked: list[tuple[str, str]]) -> None:
@@ -222,11 +228,6 @@ class Grammars:
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
         return made
-
-
-def _is_free(framing: Framing) -> bool:
-    one_at_most = not framing.parallel_tool_calls and bool(framing.tools)
-    return framing.tool_choice == "auto" and framing.final is None and not one_at_most
 
 
 def _key(asked: Framing | Final) -> str:

@@ -26,6 +26,14 @@ class Fault(ValueError):
         self.index = index
 
 
+class Slow(Fault):
+    """It does not compile within the limits of time and memory."""
+
+
+class TooSlow(ValueError):
+    """`Slow` with the name of the field at fault, as the client is told."""
+
+
 class Trials:
     """One worker process, started at the first trial and again after it had to be killed. Any thread may use it."""
 
@@ -46,7 +54,7 @@ class Trials:
             seconds = self._seconds * (1 + len(grammars) / MANY)
             answer = self._ask(grammars, seconds)
         if answer is None:
-            raise Fault(f"does not compile within {seconds:.3g} s and {MEMORY >> 20} MiB")
+            raise Slow(f"does not compile within {seconds:.3g} s and {MEMORY >> 20} MiB")
         if answer[1]:
             raise Fault(" ".join(answer[1].replace("<non-verbose/>", "").split())[:300], answer[0])
 

@@ -1,12 +1,18 @@
 """What the server counts and times, in the Prometheus text format. Every server has a registry of its own."""
 
+import time
+from collections.abc import Awaitable
+from typing import TypeVar
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 from prometheus_client.openmetrics.exposition import generate_latest as as_openmetrics
 
+from muse_fn.serve.grammar_trial import TooSlow
 from muse_fn.serve.jobs import Finish, Load
 
+T = TypeVar("T")
 FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900, 3600)
 
@@ -84,6 +90,17 @@ class Metrics:
     def grammar_timed_out(self) -> None:
         """A grammar took too long to compile and was refused."""
         self._counters["grammar_timeouts"].inc()
+
+    async def timing_grammar(self, build: Awaitable[T]) -> T:
+        """What the build gives, which is counted whether it gives something, refuses, or takes too long."""
+        began = time.monotonic()
+        try:
+            return await build
+        except TooSlow:
+            self.grammar_timed_out()
+            raise
+        finally:
+            self.grammar_built(time.monotonic() - began)
 
     def response(self, route: str, status: int) -> None:
         """An HTTP response: `route` is the path of the table, never what a client wrote."""

@@ -1,7 +1,6 @@
 """Prompts without a conversation: submitted to the engine, and all choices' events merged in the order they come."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -194,10 +193,7 @@ async def _blueprint(service: Service, final: Final | None) -> Blueprint | None:
         return None
     if service.grammars is None:
         raise BadRequest("structured_outputs: this server has no tokenizer to enforce it with", "structured_outputs")
-    began = time.monotonic()
-    blueprint = await service.grammars.build_plain(final)
-    service.metrics.grammar_built(time.monotonic() - began)
-    return blueprint
+    return await service.metrics.timing_grammar(service.grammars.build_plain(final))
 
 
 def _ends(service: Service) -> tuple[int, ...]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from muse_fn.serve.grammar import Grammars
+from muse_fn.serve.grammar_trial import Slow, Trials
 from muse_fn.serve.jobs import Job
 from muse_fn.serve.service import Service
-from tests.serve.asking import HELLO, both, post, refused
+from tests.serve.asking import HELLO, ask, both, post, refused
 from tests.serve.grammar_walk import VOCAB, tokenizer, walk
 from tests.serve.script import ScriptedEngine, make_service
 from tests.turns import TOOLS
@@ -134,3 +135,23 @@ def test_17_rules_that_cannot_be_kept_are_named(grammars: Grammars, rule: dict[s
         error = refused(service, response_format={"type": "json_schema", "json_schema": schema})
         assert error["param"].startswith("response_format.json_schema")
     assert post(service, {"messages": HELLO, "structured_outputs": {"choice": ["a"]}}).status_code == 200
+
+
+def test_grammars_are_counted_and_so_are_those_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns that have nothing to enforce build none."""
+
+    def run(self: Trials, grammars: list[str]) -> None:
+        raise Slow("does not compile within the limits")
+
+    monkeypatch.setattr(Trials, "run", run)
+    made = Grammars(tokenizer(), VOCAB)
+    try:
+        service = serving(made)
+        assert refused(service, structured_outputs={"regex": "a"})["param"] == "structured_outputs.regex"
+        free = make_service(ScriptedEngine([]), grammars=made, metrics=service.metrics)
+        ask(free, tools=TOOLS)
+    finally:
+        made.stop()
+    told, _ = service.metrics.text(None)
+    for line in (b"muse_fn_grammar_timeouts_total 2.0", b"muse_fn_grammar_build_seconds_count 2.0"):
+        assert line in told  # for the whole and the streamed
