@@ -89,7 +89,7 @@ def fits(captured: DecodeSteps, orders: Orders) -> bool:
     size = len(orders.decodes), max((share.table_GN.shape[1] for share in orders.decodes), default=0)
     largest = max(captured.captured)
     rules = orders.rules[len(orders.rules) - len(orders.decodes) :]
-    plain = all(rule[1:] == (None, None, None, None) for rule in rules)
+    plain = all(extra is None for rule in rules for extra in rule[1:])
     return 0 < size[0] <= largest.batch and size[1] <= largest.columns and plain
 
 

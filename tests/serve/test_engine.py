@@ -370,8 +370,8 @@ def test_choices_of_one_request_read_its_prompt_once() -> None:
 
 
 def test_captured_steps_give_what_eager_ones_give() -> None:
-    """And what they leave out (here log-probabilities) is done eagerly beside them."""
-    jobs = [*crowd(6), job(logprobs=1)]
+    """And what they leave out is done eagerly beside them."""
+    jobs = [*crowd(6), job(logprobs=1), job(allowed=(3, 4)), job(bias=((5, 2.0),)), job(penalties=Penalties(1.0))]
 
     async def main(captures: bool) -> tuple[list[Got], float]:
         async with engine_of(ops=REFERENCE, starts=False, rows=4, num_blocks=120) as engine:
