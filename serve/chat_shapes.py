@@ -214,6 +214,8 @@ def _effort(body: ChatBody) -> str | None:
     other = body.reasoning.effort if body.reasoning else None
     if body.reasoning_effort and other and body.reasoning_effort != other:
         _refuse("reasoning.effort", "differs from reasoning_effort; give one of them")
+    if "" in (body.reasoning_effort, other):
+        _refuse("reasoning_effort", "must not be an empty string")
     inner = (body.chat_template_kwargs or {}).get("reasoning_effort")
     given = body.reasoning_effort if body.reasoning_effort is not None else other
     if given is not None and inner is not None and inner != given:

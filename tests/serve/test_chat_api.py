@@ -406,3 +406,9 @@ def test_folding_and_choices_can_differ() -> None:
     assert folded(stream(playing())) == choices(whole)
     assert folded(stream(playing(CALLING), tools=TOOLS)) != choices(whole)
     assert folded(stream(playing(ANSWER[:-2]))) != choices(whole)
+
+
+@pytest.mark.parametrize("field", [{"reasoning_effort": ""}, {"reasoning": {"effort": ""}}])
+def test_an_empty_effort_is_not_taken_for_none_given(field: dict[str, Any]) -> None:
+    """Templates take it for the default."""
+    assert refused(ScriptedEngine([]), **field)["param"] == "reasoning_effort"
