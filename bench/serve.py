@@ -93,6 +93,9 @@ def prompt_of(model: Model, messages: list[dict[str, Any]]) -> Ids:
 # transformers ------------------------------------------------------------------------------------------------------
 
 
+PROBE = 4  # chats by which the fastest form is found
+
+
 def theirs(model: Model, prompts: Sequence[Ids], new: int, threads: int) -> Theirs:
     """The prompts one after the other through transformers' generate."""
     assert model.tokenizer is not None
@@ -108,8 +111,8 @@ def theirs(model: Model, prompts: Sequence[Ids], new: int, threads: int) -> Thei
                 torch.set_num_threads(count)
                 their_answer(peer, prompts[0], 2, stops)
                 started = time.perf_counter()
-                made = their_answer(peer, prompts[0], min(new, 8), stops)
-                found.append(((time.perf_counter() - started) / len(made), count, form, peer))
+                made = sum(len(their_answer(peer, ids, new, stops)) for ids in prompts[:PROBE])
+                found.append(((time.perf_counter() - started) / made, count, form, peer))
         _, count, form, peer = min(found, key=lambda entry: entry[0])
         torch.set_num_threads(count)
         started, answers = time.perf_counter(), list[Ids]()

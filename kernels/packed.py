@@ -64,11 +64,17 @@ def unpack(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return pairs.index_select(0, codes.flatten().int()).view(dtype).view(*codes.shape[:-1], -1)
 
 
+@lru_cache(maxsize=8)
+def _powers(device: torch.device) -> Tensor:
+    """[256]: what each exponent byte stands for."""
+    scales = torch.arange(256)
+    bits = torch.where(scales == 0, 0x0040_0000, scales << 23)
+    return torch.where(scales == 255, 0x7FC0_0000, bits).int().view(torch.float32).to(device)
+
+
 def e8m0(scales: Tensor) -> Tensor:
     """uint8 exponents -> float32 2^(s - 127), exact; byte 0 is the subnormal 2^-127, byte 255 is NaN."""
-    bits = scales.int() << 23
-    bits = torch.where(scales == 0, 0x0040_0000, bits)
-    return torch.where(scales == 255, 0x7FC0_0000, bits).view(torch.float32)
+    return _powers(scales.device).index_select(0, scales.flatten().int()).view(scales.shape)
 
 
 def dequantise(weight: Weight, dtype: torch.dtype) -> Tensor:

@@ -33,8 +33,8 @@ class Pace(NamedTuple):
         spent = max(seconds - self.decode, 0.0)
         is_long = any(not share.draws for share in work.reads)
         token = _mixed(self.token, spent / read) if is_long else self.token
-        owed = spent * (1 - self.share) / self.share if is_long and self.share > 0 else 0.0
-        return self._replace(token=token, owed=owed)
+        more = spent * (1 - self.share) / self.share if is_long and self.share > 0 else 0.0
+        return self._replace(token=token, owed=self.owed + more)
 
 
 def _mixed(known: float, new: float) -> float:
