@@ -3,8 +3,9 @@
 oneDNN packs the right factor of a bfloat16 product on every call and reads the left one as it lies. With few rows the
 weight is the factor worth not packing, so it stands on the left: W xᵀ instead of x Wᵀ, at 1.4 times the read rate.
 
-float32 keeps the operations of the published implementation and their order instead. It is the dtype of comparison, and
-the residual gates amplify the last bit: in nine layers at initial scale a fused softmax moves the logits by 4e-4.
+float32 without a cache keeps the operations of the published implementation and their order instead. It is the dtype of
+comparison, and the residual gates amplify the last bit: in nine layers at initial scale a fused softmax moves the
+logits by 4e-4.
 """
 
 import torch
@@ -49,9 +50,8 @@ def attend(
         # The mask is the triangle, which the fused form need not read and half of which it need not compute.
         q, k, v = (x.transpose(1, 2) for x in (q_BTND.contiguous(), k_BSKD[:, :length], v_BSKD[:, :length]))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    if exact and length == 1:
-        return _one_query(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, window)
-    form, width = (reference.attend, 4 * q_BTND.shape[2]) if exact else (_fused, 1)  # bytes: scores, or a mask
+    own_form = reference.attend if k_pos_BS.shape[1] == length else _grouped
+    form, width = (own_form, 4 * q_BTND.shape[2]) if exact else (_fused, 1)  # bytes: scores, or a mask
     rows = max(1, TILE_BYTES // (width * k_pos_BS.numel()))
     if rows >= length:
         return form(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, window)
@@ -59,16 +59,18 @@ def attend(
     return torch.cat([form(q, k_BSKD, v_BSKD, pos, k_pos_BS, window) for q, pos in tiles], 1)
 
 
-def _one_query(
-    q_B1ND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_B1: Tensor, k_pos_BS: Tensor, window: int
-) -> Tensor:
+def _grouped(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
     """reference.attend in float32 with the heads of a group as rows of one product: no key is copied once per head."""
-    q_BKGD, scale = q_B1ND.view(len(q_B1ND), k_BSKD.shape[2], -1, q_B1ND.shape[-1]), q_B1ND.shape[-1] ** -0.5
-    seen = reference.visible(q_pos_B1, k_pos_BS, window)
-    hidden = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
-    heads = zip(q_BKGD.unbind(1), k_BSKD.unbind(2), v_BSKD.unbind(2), strict=True)
-    found = [torch.softmax(torch.baddbmm(hidden, q, k.mT, alpha=scale), -1).bmm(v) for q, k, v in heads]
-    return torch.stack(found, 1).view(q_B1ND.shape)
+    batch, length, _, head_dim = q_BTND.shape
+    q_KBRD = q_BTND.unflatten(2, (k_BSKD.shape[2], -1)).permute(2, 0, 3, 1, 4).flatten(2, 3)  # rows R: group, query
+    hidden_B1TS = torch.where(reference.visible(q_pos_BT, k_pos_BS, window), 0.0, torch.finfo(torch.float32).min)[
+        :, None
+    ]
+    found: list[Tensor] = []
+    for q, k, v in zip(q_KBRD.unbind(), k_BSKD.unbind(2), v_BSKD.unbind(2), strict=True):
+        scores = q.bmm(k.mT).mul_(head_dim**-0.5).unflatten(1, (-1, length)).add_(hidden_B1TS)
+        found.append(torch.softmax(scores, -1).flatten(1, 2).bmm(v).unflatten(1, (-1, length)))
+    return torch.stack(found).permute(1, 3, 0, 2, 4).reshape(batch, length, -1, head_dim)
 
 
 def _fused(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:

@@ -243,7 +243,9 @@ class ModelEngine:
             lives = {s.name: self._lives[s.name] for s in (*work.reads, *work.decodes)}
             step = loop.run_in_executor(self._thread, self._step, work, lives)
             self._publish()
-            self._state, ahead = plan(self._state, self._budget())
+            # What this step reads of a long prompt is not paid for yet.
+            later = self._budget()._replace(long=0) if work.reads and work.decodes else self._budget()
+            self._state, ahead = plan(self._state, later)
             self._untold = self._settle(await step)
             self.metrics.preempted(self._state.preemptions - preempted)
             preempted = self._state.preemptions

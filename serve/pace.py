@@ -5,6 +5,7 @@ from typing import NamedTuple
 from muse_fn.serve.scheduler import Work
 
 SLICE = 0.04  # seconds that a step may become longer by a long prompt
+FIRST = 64  # tokens of the first slice, of which nothing is known
 MEMORY = 0.7  # weight of what was known before
 
 
@@ -20,7 +21,7 @@ class Pace(NamedTuple):
         """Tokens of long prompts that the next step may read beside running answers."""
         if self.owed > 0 or self.share <= 0:
             return 0
-        return chunk if self.token <= 0 else max(1, min(chunk, int(SLICE / self.token)))
+        return min(chunk, FIRST) if self.token <= 0 else max(1, min(chunk, int(SLICE / self.token)))
 
     def after(self, work: Work, seconds: float, chunk: int) -> "Pace":
         """With what one more step has shown; `chunk` is how short a prompt must be not to be a long one."""

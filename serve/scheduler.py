@@ -46,6 +46,7 @@ class Row(NamedTuple):
     salts: Salts = ()
     reuse: bool = True
     twin: int | None = None  # an older sequence with the same tokens, whose reading this one waits for
+    is_long: bool = False  # it takes several steps to read, which others should not notice
     planned: int = 0  # positions that steps have filled or are going to
     next_token: int | None = None  # drawn, and not yet given to a step
 
@@ -256,7 +257,7 @@ def _continue(state: State, budget: Budget, others_run: bool) -> tuple[State, tu
 
 def _chunk(state: State, row: Row, budget: Budget, others_run: bool, cached: int) -> tuple[State, Read | None, Budget]:
     """As many tokens of a row as may be read now; the row runs after its last ones."""
-    is_long, count = _size(row, row.planned, budget, others_run)
+    waits, count = _size(row, row.planned, budget, others_run)
     if count < 1:
         return state, None, budget
     stop = row.planned + count
@@ -268,15 +269,14 @@ def _chunk(state: State, row: Row, budget: Budget, others_run: bool, cached: int
     reading, running = state.reading.insert(row.name, row), state.running
     if read.is_last:
         reading, running = reading.remove(row.name), running.insert(row.name, row._replace(next_token=None))
-    spent = budget._replace(tokens=budget.tokens - count, long=budget.long - count if is_long else budget.long)
+    spent = budget._replace(tokens=budget.tokens - count, long=budget.long - count if waits else budget.long)
     return state._replace(reading=reading, running=running), read, spent
 
 
 def _size(row: Row, read: int, budget: Budget, others_run: bool) -> tuple[bool, int]:
-    """Whether a prompt of which so much is read is a long one, and how many of its tokens may be read now."""
-    left = len(row.tokens) - read
-    is_long = others_run and left > budget.short
-    return is_long, min(left, budget.tokens, budget.long if is_long else left)
+    """Whether a prompt of which so much is read has to wait for others, and how many of its tokens may be read now."""
+    left, waits = len(row.tokens) - read, others_run and row.is_long
+    return waits, min(left, budget.tokens, budget.long if waits else left)
 
 
 def _join(state: State, budget: Budget, others_run: bool) -> tuple[State, list[Read]]:
@@ -314,12 +314,12 @@ def _is_unread(state: State, name: int | None) -> bool:
 def _begin(state: State, row: Row, budget: Budget, others_run: bool) -> tuple[State | None, Read | None, Budget]:
     """The first chunk of a row that waits; None instead of the state if there is no room for it now."""
     pool, past = admit(state.pool, row.name, row.tokens, row.salts, reuse=row.reuse)
+    row = row._replace(planned=past, next_token=None, twin=None, is_long=len(row.tokens) - past > budget.short)
     stop = past + _size(row, past, budget, others_run)[1]
     held = [*state.reading.values(), *state.running.values()]
     victims = [other for other in held if other.priority > row.priority]
     if isinstance(extend(pool, row.name, max(stop, past + 1)), NoRoom) and not victims:
         return None, None, budget
     waiting = tuple(other for other in state.waiting if other.name != row.name)
-    row = row._replace(planned=past, next_token=None, twin=None)
     state = state._replace(pool=pool, waiting=waiting, reading=state.reading.insert(row.name, row))
     return _chunk(state, row, budget, others_run, past)
