@@ -63,7 +63,7 @@ class State(NamedTuple):
     waiting: tuple[Row, ...] = ()  # in their order
     reading: HashTrieMap[int, Row] = HashTrieMap()
     running: HashTrieMap[int, Row] = HashTrieMap()
-    is_full: bool = False  # somebody made room: nobody of the same priority joins before somebody has ended
+    is_full: bool = False  # somebody made room or found none: nobody of that priority joins before somebody has ended
     preemptions: int = 0
 
     @property
@@ -298,7 +298,7 @@ def _join(state: State, budget: Budget, others_run: bool) -> tuple[State, list[R
             state = _make_room(state, last)
         joined, read, budget = _begin(state, row, budget, others_run)
         if joined is None:
-            break
+            return state._replace(is_full=True), reads
         state, reads = joined, [*reads, *([read] if read else [])]
     return state, reads
 
