@@ -136,7 +136,7 @@ def _said(event: Said) -> Object:
 
 
 def _called(event: Called) -> Object:
-    return {"tool_calls": [{"index": event.index, **_call(event)}]}
+    return {"tool_calls": [{"index": event.number, **_call(event)}]}
 
 
 def _call(event: Called) -> Object:

@@ -105,10 +105,10 @@ class Said(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A complete tool call; `index` counts the calls of this choice from 0."""
+    """A complete tool call; `number` counts the calls of this choice from 0."""
 
     choice: int
-    index: int
+    number: int
     id: str
     name: str
     arguments: str  # JSON text of an object

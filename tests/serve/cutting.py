@@ -85,7 +85,7 @@ def runs(events: Iterable[ReplyEvent]) -> list[tuple[str, str]]:
     found = list[tuple[str, str]]()
     for event in events:
         if isinstance(event, Called):
-            found.append(("call", f"{event.index} {event.id} {event.name} {event.arguments}"))
+            found.append(("call", f"{event.number} {event.id} {event.name} {event.arguments}"))
         elif isinstance(event, Said) and found and found[-1][0] == event.kind:
             found[-1] = (event.kind, found[-1][1] + event.text)
         elif isinstance(event, Said) and event.text:

@@ -263,7 +263,7 @@ def test_tool_choice_none_keeps_tools_out_of_the_prompt_and_calls_out_of_the_ans
     assert engine.jobs[0].ids == bare
     assert not any(isinstance(e, Called) for e in events)
     _, events = run(calling, turn(tools=TOOLS))
-    assert [(e.name, e.index) for e in events if isinstance(e, Called)] == [("ping", 0)]
+    assert [(e.name, e.number) for e in events if isinstance(e, Called)] == [("ping", 0)]
 
 
 @pytest.mark.parametrize("effort", ["none", "minimal", "max", "\n"])

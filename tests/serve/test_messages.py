@@ -94,7 +94,7 @@ def simple(events: list[TurnEvent], shows: bool) -> list[tuple[str, str]]:
     heard = [event for event in events if isinstance(event, Called) or (isinstance(event, Said) and event.text)]
     heard = [event for event in heard if shows or isinstance(event, Called) or event.kind != "reasoning"]
     found = list[tuple[str, str]]()
-    for kind, group in groupby(heard, lambda e: e.kind if isinstance(e, Said) else f"call {e.index}"):
+    for kind, group in groupby(heard, lambda e: e.kind if isinstance(e, Said) else f"call {e.number}"):
         joined = "".join(e.text if isinstance(e, Said) else e.arguments for e in group)
         found.append(({"reasoning": "thinking"}.get(kind, "tool_use" if "call" in kind else "text"), joined))
     return found

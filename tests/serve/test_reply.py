@@ -210,7 +210,7 @@ def test_stop_tokens_say_nothing_and_are_named() -> None:
 def test_calls_are_numbered_and_named_for_their_place() -> None:
     text = " to=add<|message|>" + call("add", a=1) + call("add", a=1) + "<|eom|>" + to("noargs") + call("noargs")
     events = [e for e in events_of(started(), cut(text)) if isinstance(e, Called)]
-    assert [(e.index, e.id) for e in events] == [(i, call_id("r", 0, i)) for i in range(3)]
+    assert [(e.number, e.id) for e in events] == [(i, call_id("r", 0, i)) for i in range(3)]
     assert len({call_id(r, c, i) for r in "ab" for c in range(3) for i in range(3)}) == 18
     assert call_id("r", 0, 0).startswith("call_")
 

@@ -102,7 +102,7 @@ def simple(events: list[TurnEvent]) -> list[tuple[str, str]]:
     """Runs of text of one kind, and calls."""
     heard = [event for event in events if isinstance(event, Called) or (isinstance(event, Said) and event.text)]
     found = list[tuple[str, str]]()
-    for kind, group in groupby(heard, lambda e: e.kind if isinstance(e, Said) else f"call {e.index}"):
+    for kind, group in groupby(heard, lambda e: e.kind if isinstance(e, Said) else f"call {e.number}"):
         found.append((kind, "".join(e.text if isinstance(e, Said) else e.name + e.arguments for e in group)))
     return found
 
