@@ -50,7 +50,7 @@ def attend(
         # The mask is the triangle, which the fused form need not read and half of which it need not compute.
         q, k, v = (x.transpose(1, 2) for x in (q_BTND.contiguous(), k_BSKD[:, :length], v_BSKD[:, :length]))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    own_form = reference.attend if k_pos_BS.shape[1] == length else _grouped
+    own_form = reference.attend if k_pos_BS.shape[1] == length else grouped
     form, width = (own_form, 4 * q_BTND.shape[2]) if exact else (_fused, 1)  # bytes: scores, or a mask
     rows = max(1, TILE_BYTES // (width * k_pos_BS.numel()))
     if rows >= length:
@@ -59,7 +59,7 @@ def attend(
     return torch.cat([form(q, k_BSKD, v_BSKD, pos, k_pos_BS, window) for q, pos in tiles], 1)
 
 
-def _grouped(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
+def grouped(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
     """reference.attend in float32 with the heads of a group as rows of one product: no key is copied once per head."""
     batch, length, _, head_dim = q_BTND.shape
     q_KBRD = q_BTND.unflatten(2, (k_BSKD.shape[2], -1)).permute(2, 0, 3, 1, 4).flatten(2, 3)  # rows R: group, query

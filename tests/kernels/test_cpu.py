@@ -1,6 +1,7 @@
 """The CPU forms equal the reference: any sizes, any routing, any weights, any positions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -116,21 +117,22 @@ def test_attend_in_float32_equals_transformers_eager_bit_for_bit(
     assert torch.equal(cpu.attend(q, k, v, pos, pos, window), expected)
 
 
-def test_attend_keeps_a_bounded_workspace() -> None:
-    """A tile's scores never exceed the bound by more than one row of queries."""
+@pytest.mark.parametrize(("place", "first"), [((reference, "attend"), 0), ((cpu, "grouped"), 10)])
+def test_attend_keeps_a_bounded_workspace(place: tuple[Any, str], first: int) -> None:
+    """A tile's scores never exceed the bound by more than one row of queries, without a cache and with one."""
     sizes: list[int] = []
-    attend = reference.attend
+    attend = getattr(*place)
 
     def watched(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
         sizes.append(4 * q.shape[1] * q.shape[2] * k_pos.numel())
         return attend(q, k, v, q_pos, k_pos, window)
 
-    q, k, v = draw(0, 2, 50, 4, 4), *draw(1, 2, 2, 60, 2, 4)
+    q, k, v = draw(0, 2, 60 - first, 4, 4), *draw(1, 2, 2, 60, 2, 4)
     pos = torch.arange(60).expand(2, 60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "TILE_BYTES", 20_000)
         patch.setattr(reference, "attend", watched)
-        cpu.attend(q, k, v, pos[:, 10:], pos, 0)
+        cpu.attend(q, k, v, pos[:, first:], pos, 0)
     assert len(sizes) > 1
     assert max(sizes) <= 20_000
 
