@@ -131,7 +131,7 @@ def test_attend_keeps_a_bounded_workspace(place: tuple[Any, str], first: int) ->
     pos = torch.arange(60).expand(2, 60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "TILE_BYTES", 20_000)
-        patch.setattr(reference, "attend", watched)
+        patch.setattr(*place, watched)
         cpu.attend(q, k, v, pos[:, first:], pos, 0)
     assert len(sizes) > 1
     assert max(sizes) <= 20_000
