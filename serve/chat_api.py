@@ -7,7 +7,7 @@ from functools import lru_cache
 from hashlib import sha256
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from muse_fn.params.config import Config
 from muse_fn.serve import chat_render, sse
@@ -29,10 +29,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     frame = _frame(service, asked, running, request.state.request_id)
     if body.stream:
         return sse.stream(service, request, _chunks(frame, asked, running), running.cancel)
-    try:
-        return JSONResponse(await sse.until_disconnect(request, _whole(frame, running)))
-    finally:
-        running.cancel()  # work that is cancelled before its first step cleans nothing up itself
+    return await sse.whole(request, _whole(frame, running), running.cancel)
 
 
 ROUTES = (Route("/v1/chat/completions", "POST", chat_completions, ChatBody, "Continue a conversation"),)
@@ -72,7 +69,7 @@ def _frame(service: Service, asked: ChatRequest, running: Running, request_id: s
         shows_ids=asked.returns_ids,
         shows_usage=asked.includes_usage,
         running_usage=asked.continuous_usage,
-        warnings=(*asked.warnings, *running.warnings),
+        warnings=asked.warnings,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from muse_fn.serve import sse
 from muse_fn.serve.bodies import off_loop, parse, warnings_of
@@ -107,8 +107,7 @@ async def prompts_of(service: Service, body: CompletionBody) -> tuple[Prompt, ..
     if len(listed) > service.limits.prompts:
         message = f"prompt: {len(listed)} prompts are more than the limit of {service.limits.prompts}"
         raise BadRequest(message, "prompt")
-    if body.n * len(listed) > max(service.limits.choices, service.limits.prompts):
-        limit = max(service.limits.choices, service.limits.prompts)
+    if body.n * len(listed) > (limit := max(service.limits.choices, service.limits.prompts)):
         raise BadRequest(f"n: {body.n} times {len(listed)} prompts is more than the limit of {limit} choices", "n")
     size = sum(len(item) for item in listed if isinstance(item, str | list))
     return await off_loop(size, _encoded, service, listed, body.add_special_tokens)
@@ -140,10 +139,7 @@ def _check_fields(body: CompletionBody) -> None:
 async def _respond(service: Service, request: Request, run: Run, look: Look, body: SamplingFields) -> Response:
     found = raw_chunks(run, look) if look.raw else chunks(run, look)
     if not body.stream:
-        try:
-            return JSONResponse(await sse.until_disconnect(request, whole(run, look, found)))
-        finally:
-            run.cancel()
+        return await sse.whole(request, whole(run, look, found), run.cancel)
     options = body.stream_options
     usage, each = (options.include_usage, options.continuous_usage_stats) if options else (False, False)
     return sse.stream(service, request, _framed(run, look, found, usage, each), run.cancel)

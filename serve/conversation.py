@@ -32,7 +32,6 @@ class Running:
     """A turn that has been submitted. Iterate it once; `cancel` it when the rest is not wanted."""
 
     prompt_ids: tuple[int, ...]
-    warnings: tuple[str, ...]
     streams: tuple[Stream, ...]
     states: tuple[reply.ReplyState, ...]
 
@@ -90,7 +89,7 @@ async def start(service: Service, turn: Turn, request_id: str, *, budget_field: 
     blueprint = await _blueprint(service, turn)
     jobs = tuple(_job(tokenizer, turn.asked, i, ids, max_new, blueprint, request_id) for i in range(turn.asked.n))
     states = tuple(_begin(tokenizer, turn, i, request_id) for i in range(turn.asked.n))
-    return Running(ids, (), service.engine.submit(jobs), states)
+    return Running(ids, service.engine.submit(jobs), states)
 
 
 async def prompt_ids(tokenizer: Tokenizer, turn: Turn) -> tuple[int, ...]:

@@ -72,10 +72,7 @@ async def create_message(service: Service, request: Request) -> Response:
     events = _events(running, service, body, read, warnings)
     if body.stream:
         return sse.stream(service, request, events, running.cancel)
-    try:
-        return JSONResponse(await sse.until_disconnect(request, _whole(events)))
-    finally:
-        running.cancel()
+    return await sse.whole(request, _whole(events), running.cancel)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
@@ -127,8 +124,7 @@ async def _events(
             found = list[Object]()
             if not begun:
                 begun, id = True, f"msg_{secrets.token_hex(12)}"
-                told = (*warnings, *running.warnings)
-                found = messages_out.start(id, service.name, len(running.prompt_ids), told)
+                found = messages_out.start(id, service.name, len(running.prompt_ids), warnings)
             state, more = messages_out.push(state, event)
             for one in (*found, *more):
                 yield sse.Event(cast("str", one["type"]), one)

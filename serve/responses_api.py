@@ -40,12 +40,6 @@ Key = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
 
 
-class ResponsesStreamOptions(Body):
-    """Options of a stream."""
-
-    include_obfuscation: bool = Field(False, description="nothing is ever padded")
-
-
 class PromptBody(Body):
     """What makes a prompt. The fields without a type here are read by `responses_in`."""
 
@@ -76,7 +70,7 @@ class ResponsesBody(PromptBody):
     top_logprobs: int = Field(0, ge=0, le=INT64)
     include: list[Any] | None = Field(None, fail_fast=True)
     stream: bool = False
-    stream_options: ResponsesStreamOptions | None = None
+    stream_options: dict[str, Any] | None = Field(None, description="include_obfuscation: nothing is ever padded")
     metadata: dict[Key, Value] | None = Field(None, max_length=16)
     store: bool = Field(False, description="true is refused: no response is kept")
     background: bool = Field(False, description="true is refused")
@@ -100,13 +94,10 @@ async def create_response(service: Service, request: Request) -> Response:
     running = await sse.until_disconnect(
         request, start(service, read.turn, request_id(request), budget_field="max_output_tokens")
     )
-    events = _events(running, _state(service, body, read, (*warnings, *running.warnings)))
+    events = _events(running, _state(service, body, read, warnings))
     if body.stream:
         return sse.stream(service, request, events, running.cancel)
-    try:
-        return JSONResponse(await sse.until_disconnect(request, _whole(events)))
-    finally:
-        running.cancel()
+    return await sse.whole(request, _whole(events), running.cancel)
 
 
 async def count_input(service: Service, request: Request) -> Response:

@@ -116,6 +116,10 @@ def _refuse_others(body: Object, notes: _Notes) -> None:
         )
     if body.get("service_tier") not in (None, "auto", "default"):
         notes.warnings.append("service_tier: has no effect: there is one tier, 'default'")
+    options = object_at(body.get("stream_options") or {}, "stream_options")
+    notes.unknown.extend(unknown_fields(options, ("include_obfuscation",), "stream_options"))
+    if flag_at(options, "include_obfuscation", "stream_options", False):
+        notes.warnings.append("stream_options.include_obfuscation: has no effect: nothing is padded")
     for index, wanted in enumerate(list_at(body.get("include") or [], "include")):
         if wanted == ENCRYPTED:
             notes.warnings.append(f"include: {ENCRYPTED} is not made; the content of reasoning items is plain text")

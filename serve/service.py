@@ -17,13 +17,13 @@ class Limits:
     body: int = 32 << 20  # bytes
     depth: int = 64  # nesting of JSON
     prompts: int = 128  # of one completions request
-    choices: int = 64  # n, and n times prompts
+    choices: int = 64  # n; n times prompts may be as many as this or `prompts`, whichever is more
     stops: int = 16
     stop_length: int = 1024  # characters of one stop string
     bias: int = 1024  # entries of logit_bias and allowed_token_ids
     logprobs: int = 20
     tools: int = 256
-    name: int = 256  # characters of a tool's or model's name
+    name: int = 256  # characters of a tool's name
     keep_alive: float = 15.0  # seconds without an event after which a stream sends a comment
     stall: float = 60.0  # seconds that a client may leave a stream unread before it is ended
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from muse_fn.serve.errors import Failed, Gone, problem_of, shape
@@ -56,6 +56,14 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         await _end(gone, task)
+
+
+async def whole(request: Request, work: Coroutine[Any, Any, dict[str, Any]], on_close: Callable[[], None]) -> Response:
+    """What the work gives, as JSON. Raises Gone if the client goes away; `on_close` is called however it ends."""
+    try:
+        return JSONResponse(await until_disconnect(request, work))
+    finally:
+        on_close()  # work that is cancelled before its first step cleans nothing up itself
 
 
 def frame(event: Sendable) -> bytes:

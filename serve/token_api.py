@@ -35,9 +35,12 @@ class TokenizeBody(Body):
 
     @model_validator(mode="after")
     def one_of_both(self) -> "TokenizeBody":
-        """Either a prompt or messages."""
+        """Either a prompt or messages, and with a prompt nothing that only a conversation has."""
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give either prompt or messages")
+        for name in ("tools", "reasoning_effort", "chat_template_kwargs"):
+            if self.messages is None and getattr(self, name) is not None:
+                raise BadRequest(f"{name}: only allowed with messages", name)
         return self
 
 

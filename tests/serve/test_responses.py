@@ -339,6 +339,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_path(fields: Object, path: st
         ({"include": ["reasoning.encrypted_content"]}, "include"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"service_tier": "flex"}, "service_tier"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"max_tool_calls": 3}, "max_tool_calls"),
     ],
 )

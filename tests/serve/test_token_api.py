@@ -48,6 +48,13 @@ def test_tokenize_takes_one_of_both(body: dict[str, Any]) -> None:
     ask("/tokenize", body, 400)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("tools", CHAT["messages"]), ("reasoning_effort", "low"), ("chat_template_kwargs", {"a": 1})]
+)
+def test_a_text_has_nothing_that_only_a_conversation_has(name: str, value: Any) -> None:
+    assert ask("/tokenize", {"prompt": "a", name: value}, 400)["error"]["param"] == name
+
+
 @pytest.mark.parametrize("tokens", [[1024], [-1], ["a"], [True], 5, None, [10**30], [[1]]])
 def test_detokenize_refuses_what_is_no_token(tokens: Any) -> None:
     assert ask("/detokenize", {"tokens": tokens}, 400)["error"]["param"].startswith("tokens")
