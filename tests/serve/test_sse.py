@@ -29,9 +29,10 @@ class Source:
     """Events that a test plays, and what became of them."""
 
     def __init__(self, *steps: Any) -> None:
-        self.steps, self.closes, self.is_over = steps, 0, False
+        self.steps, self.closes, self.has_begun, self.is_over = steps, 0, False, False
 
     async def events(self) -> AsyncGenerator[Any]:
+        self.has_begun = True
         try:
             for step in self.steps:
                 if isinstance(step, BaseException):
@@ -184,7 +185,7 @@ def test_a_client_that_goes_away_before_the_first_event_ends_the_stream() -> Non
         source = Source(asyncio.Event())
         async with served(app_of(source)) as port:
             _, writer = await connected(port, "/stream")
-            await asyncio.sleep(0.05)
+            await until(lambda: source.has_begun)
             writer.close()
             await until(lambda: source.closes and source.is_over)
 
@@ -209,7 +210,7 @@ def test_a_client_that_does_not_read_is_given_up_and_others_go_on() -> None:
             return sse.stream(service, request, endless(place), lambda: closed.append(place))
 
         rows = tuple(Route(f"/{place}", "GET", handler, None, "S.") for place in (0, 1))
-        app = make_app(make_service(ScriptedEngine(), limits=quick(stall=0.3)), None, rows)
+        app = make_app(make_service(ScriptedEngine(), limits=quick(stall=1.0)), None, rows)
         async with served(app) as port:
             slow, slow_end = await connected(port, "/0")
             other, other_end = await connected(port, "/1")
@@ -288,10 +289,11 @@ def test_a_client_that_stops_sending_is_refused() -> None:
 
 def test_work_is_cancelled_when_the_client_goes_away() -> None:
     async def scene() -> None:
-        ended: list[str] = []
+        ended, begun = list[str](), asyncio.Event()
 
         async def work() -> None:
             try:
+                begun.set()
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 ended.append("cancelled")
@@ -308,7 +310,7 @@ def test_work_is_cancelled_when_the_client_goes_away() -> None:
         app = make_app(make_service(ScriptedEngine()), None, (Route("/work", "GET", handler, None, "W."),))
         async with served(app) as port:
             _, writer = await connected(port, "/work")
-            await asyncio.sleep(0.05)
+            await begun.wait()
             writer.close()
             await until(lambda: len(ended) == 2)
         assert ended == ["cancelled", "gone"]
