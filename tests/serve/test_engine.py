@@ -86,8 +86,8 @@ def crowd(count: int) -> list[Job]:
 def test_isolation_under_preemption() -> None:
     """768 outputs in two runs of a cache that is far too small: each is what it is alone."""
     jobs, model = crowd(384), Model(TINY, random_params(TINY, 0), None)
-    first, made_room = outputs(jobs, 100)
-    second, again = outputs(jobs[::-1], 100)
+    first, made_room = outputs(jobs, 70)
+    second, again = outputs(jobs[::-1], 70)
     assert made_room + again >= 100
     assert second[::-1] == first
     for one, tokens in zip(jobs, first, strict=True):
@@ -266,7 +266,8 @@ def test_cancelled_and_aborted_jobs_give_everything_back_and_harm_nobody() -> No
         async with engine_of() as engine:
             keep, cancelled, aborted = (engine.submit((replace(job(max_new=60), request=name),))[0] for name in "abc")
             waits = [asyncio.create_task(collected(stream)) for stream in (keep, cancelled, aborted)]
-            await asyncio.sleep(0.02)
+            while engine.load().running < 3:
+                await asyncio.sleep(0)
             cancelled.cancel()
             cancelled.cancel()
             count = engine.abort("c")
