@@ -1,4 +1,7 @@
-"""The body of a chat completion, and the turn it asks for: every field is honoured, refused, or named in a warning."""
+"""The body of a chat completion, and the turn it asks for: every field is honoured, refused, or named in a warning.
+
+Labels (user, metadata, safety_identifier) and prompt_cache_key ask for nothing that could be done here.
+"""
 
 import json
 from typing import Any, NamedTuple, NoReturn, cast

@@ -46,7 +46,10 @@ class CompletionBody(SamplingFields):
 
 
 class GenerateBody(SamplingFields):
-    """Body of /generate: token ids in, token ids out. Needs no tokenizer, unless there are stop strings."""
+    """Body of /generate: token ids in, token ids out. Needs no tokenizer, unless there are stop strings.
+
+    The answer has no text, so skip_special_tokens and include_stop_str_in_output, which change only that, do nothing.
+    """
 
     token_ids: Ids
     logprobs: int | None = Field(None, ge=0)

@@ -54,11 +54,14 @@ class _Outcome(NamedTuple):
 
 @dataclass
 class ModelEngine:
-    """See jobs.Engine. `start` before the first job, `stop` at the end."""
+    """See jobs.Engine. `start` before the first job, `stop` at the end. Times of `clock` are seconds.
+
+    `limit` is the most positions that prompt and answer of one job may have together.
+    """
 
     runner: Runner
     settings: EngineSettings = field(default_factory=EngineSettings)
-    allowed_V: Tensor | None = None  # bool: ids that have a token
+    allowed_V: Tensor | None = None  # bool: ids that have a token; None: all
     metrics: Metrics = field(default_factory=Metrics)
     clock: Callable[[], float] = time.monotonic
     health: str = "not started"

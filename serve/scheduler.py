@@ -33,7 +33,7 @@ from muse_fn.kvcache.blocks import (
 )
 from muse_fn.kvcache.ints import to_numpy
 
-Tokens = NDArray[np.int32]
+Tokens = NDArray[np.int32]  # [T]
 
 
 class Row(NamedTuple):
@@ -168,7 +168,7 @@ def launch(state: State, ahead: Plan) -> tuple[State, Work]:
 
 
 def settle(state: State, work: Work, drawn: dict[int, int]) -> State:
-    """The work is done, and these sequences drew these tokens. Those that are gone are passed over."""
+    """The work is done, and these sequences drew these tokens (name -> id). Those that are gone are passed over."""
     pool, running = state.pool, state.running
     for share in (*work.reads, *work.decodes):
         if share.name in running or share.name in state.reading:

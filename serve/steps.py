@@ -41,8 +41,8 @@ class Rule(NamedTuple):
 class Scoring(NamedTuple):
     """Prompt tokens whose log-probabilities are wanted: those after the chunk's first, and one more if there is one."""
 
-    targets: NDArray[np.int64]
-    top: int
+    targets: NDArray[np.int64]  # at most [T] of a chunk of T tokens
+    top: int  # how many of the likeliest ids to name beside each
 
 
 class Orders(NamedTuple):
@@ -188,7 +188,10 @@ def _score(
 def logprobs(
     logits_BV: Tensor, chosen_B: Tensor, tops: Sequence[int], runner: Runner, allowed_V: Tensor | None
 ) -> list[Logprob]:
-    """The log-probability of each chosen id, beside so many of the likeliest."""
+    """The log-probability of each chosen id (int64 [B]), beside as many of the likeliest as `tops` says for its row.
+
+    `logits_BV`: float32, on a mesh each rank's share; `allowed_V`: bool, ids that may be listed. See `adjust.likely`.
+    """
     found = likely(logits_BV, chosen_B, max(*tops, 1), runner.mesh, allowed_V=allowed_V)
     columns = zip(*(x.tolist() for x in found), tops, strict=True)
     return [
