@@ -85,7 +85,7 @@ def test_closing_stops_what_runs_and_refuses_the_rest() -> None:
 
     thread = threading.Thread(target=endless)
     thread.start()
-    while not trials.is_busy:
+    while thread.is_alive() and not trials.is_busy:
         time.sleep(0.001)
     trials.close()
     thread.join(60)
