@@ -12,7 +12,6 @@ is changed in place. There is no clock in here: how much of long prompts may be 
 
 from __future__ import annotations  # the maps of rpds take type arguments only on paper
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -195,13 +194,6 @@ def end(state: State, name: int, *, trusted: bool = True) -> State:
         running=state.running.discard(name),
         is_full=False,
     )
-
-
-def rows(state: State) -> Iterable[Row]:
-    """Everybody."""
-    yield from state.waiting
-    yield from state.reading.values()
-    yield from state.running.values()
 
 
 def _queued(waiting: tuple[Row, ...], row: Row) -> tuple[Row, ...]:
