@@ -156,8 +156,10 @@ def test_an_engine_that_has_failed_for_good_ends_the_process() -> None:
 
     async def main(url: str) -> list[Any]:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as session:
-            asked = [streamed(session, max_tokens=1000), *(chat(session) for _ in range(3))]
-            return await asyncio.gather(*asked, return_exceptions=True)
+            first = asyncio.create_task(streamed(session, max_tokens=1000))
+            while not first.done() and (await session.get("/load")).json()["running"] == 0:
+                await asyncio.sleep(0.01)  # it is the one that runs when the card goes
+            return await asyncio.gather(first, *(chat(session) for _ in range(3)), return_exceptions=True)
 
     with commanded(*SMALL, "--rows", "1", "--drain", "600", program=("-c", FAILING)) as command:
         url = command.address()
