@@ -19,7 +19,7 @@ VOCABULARY = Vocabulary(tokenizer(), VOCAB)
 GOOD = whole(lark_grammar='start: "a"')
 BAD = whole(lark_grammar="start: x")
 # Given fuel without end, this one has more states than fit anywhere.
-ENDLESS = whole(lark_grammar="start: /(?:a{1000}){1000}/")
+ENDLESS = whole(lark_grammar="start: /(?:a{2000}){2000}/")
 FUEL = {"initial_lexer_fuel": 10**9, "step_lexer_fuel": 10**9}
 
 
