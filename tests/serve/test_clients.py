@@ -55,6 +55,7 @@ def test_chat_answers_and_reasons(ours: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "muse-nano",
         "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
         "max_tokens": 80,
     }
     whole = ours.chat.completions.create(**asked)
@@ -78,6 +79,7 @@ def test_chat_calls_a_tool(ours: openai.OpenAI) -> None:
             "messages": [{"role": "user", "content": "Use the tool: add 3 and 4."}],
             "tools": [tool],
             "tool_choice": "required",
+            "temperature": 0,
             "max_tokens": 300,
         }
         if stream:
@@ -99,7 +101,9 @@ def test_chat_calls_a_tool(ours: openai.OpenAI) -> None:
 def test_chat_by_a_schema(ours: openai.OpenAI) -> None:
     rule: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": SHAPE, "strict": True}}
     messages: Any = [{"role": "user", "content": QUESTION}]
-    found = ours.chat.completions.create(model="muse-nano", messages=messages, response_format=rule, max_tokens=300)
+    found = ours.chat.completions.create(
+        model="muse-nano", messages=messages, response_format=rule, max_tokens=300, temperature=0
+    )
     assert set(json.loads(found.choices[0].message.content or "")) == {"n"}
 
 
@@ -116,7 +120,7 @@ def test_completions(ours: openai.OpenAI) -> None:
 
 
 def test_responses(ours: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "muse-nano", "input": QUESTION, "max_output_tokens": 80}
+    asked: dict[str, Any] = {"model": "muse-nano", "input": QUESTION, "max_output_tokens": 80, "temperature": 0}
     whole = ours.responses.create(**asked)
     assert "7" in whole.output_text
     assert [item.type for item in whole.output] == ["reasoning", "message"]
@@ -130,6 +134,7 @@ def test_responses(ours: openai.OpenAI) -> None:
         tools=[tool],
         tool_choice={"type": "function", "name": "add"},
         max_output_tokens=300,
+        temperature=0,
     )
     calls = [item for item in called.output if item.type == "function_call"]
     assert calls
@@ -140,6 +145,7 @@ def test_messages(theirs: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {
         "model": "muse-nano",
         "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
         "max_tokens": 80,
     }
     count = theirs.messages.count_tokens(model="muse-nano", messages=asked["messages"])

@@ -171,7 +171,7 @@ def test_encrypted_connections(tmp_path: Path) -> None:
         assert url.startswith("https://")
         trusting = ssl.create_default_context(cafile=str(cert))
         with httpx.Client(verify=trusting, timeout=PATIENCE) as session:
-            body = {"messages": [{"role": "user", "content": "What is 3 + 4?"}]}
+            body = {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "temperature": 0}
             answer = session.post(f"{url}/v1/chat/completions", json=body).json()
         assert "7" in text_of(answer)
         with pytest.raises(httpx.ConnectError):
