@@ -1,14 +1,16 @@
 """Which forms a place gets: one table for each, the plain ones where sizes that depend on data cannot exist."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from muse_fn.kernels import reference
+from muse_fn.kernels import pieces, reference
 from muse_fn.kernels.select import EAGER, INVARIANT, REFERENCE, STATIC, Ops, select, under_vmap
 
 CPU = torch.device("cpu")
@@ -50,15 +52,50 @@ def test_under_vmap_they_may_not(transform: str) -> None:
     assert select(CPU) is EAGER, "and outside again all is as before"
 
 
+def meaning(name: str) -> Callable[..., object]:
+    """The plain form of an operation, in the one of the two files that has it."""
+    homes = [
+        home for home in (reference, pieces) if name in vars(home) and vars(home)[name].__module__ == home.__name__
+    ]
+    assert len(homes) == 1, f"{name} is defined in {homes}"
+    return vars(homes[0])[name]
+
+
+def parameters(form: Callable[..., object]) -> list[tuple[str, object, object]]:
+    """Name, kind and default of each parameter, but for keywords that a `partial` has settled."""
+    settled = form.keywords if isinstance(form, partial) else {}
+    found = inspect.signature(form).parameters.values()
+    return [(p.name, p.kind, p.default) for p in found if p.name not in settled]
+
+
 def test_the_reference_is_the_reference() -> None:
-    assert [getattr(REFERENCE, name) for name in OPERATIONS] == [getattr(reference, name) for name in OPERATIONS]
+    assert [getattr(REFERENCE, name) for name in OPERATIONS] == [meaning(name) for name in OPERATIONS]
+
+
+# How an operation may be made of another form of a smaller one: keywords of the plain form that the table never passes.
+INNER = ("linear", "sigmoid")
 
 
 @pytest.mark.parametrize("table", [REFERENCE, EAGER, STATIC, INVARIANT])
 def test_every_form_has_the_contract_of_the_reference_and_a_reason(table: Ops) -> None:
     assert len(table.why.split()) >= 3
     for name in OPERATIONS:
-        assert inspect.signature(getattr(table, name)) == inspect.signature(getattr(reference, name)), name
+        found, expected = (
+            [p for p in parameters(form) if p[0] not in INNER] for form in (getattr(table, name), meaning(name))
+        )
+        assert found == expected, name
+
+
+@pytest.mark.parametrize("table", [REFERENCE, EAGER, STATIC, INVARIANT])
+def test_what_a_table_settles_are_inner_operations_in_its_own_form(table: Ops) -> None:
+    for name in OPERATIONS:
+        form = getattr(table, name)
+        if isinstance(form, partial):
+            assert form.func is meaning(name), name
+            assert not form.args, name
+            assert set(form.keywords) <= set(INNER), name
+            if "linear" in form.keywords:
+                assert form.keywords["linear"] is table.linear, name
 
 
 def test_devices_of_captured_graphs_get_forms_without_sizes_that_depend_on_data() -> None:

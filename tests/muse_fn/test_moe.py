@@ -1,14 +1,17 @@
 """The latent mixture of experts: against the equations in float64, and the laws of routing."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from muse_fn.kernels.norms import gain
 from muse_fn.kernels.select import EAGER, REFERENCE, Ops
-from muse_fn.moe import Routes, blend, dense, mlp, moe, route, squeeze
+from muse_fn.moe import MoEScales, dense, mlp, moe, route
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Dense, Experts, MoE, Router
 from tests.models import SEEDS, SMALL, close, configs, far, random_params, snapshot, unchanged
@@ -167,14 +170,17 @@ def test_a_row_counts_by_its_direction_only(config: Config, seed: int, power: in
     close(moe(scaled, m, config, EAGER)[0], moe(p, m, config, EAGER)[0], 1e-5)
 
 
-def test_blend_norms_then_weights_then_sums() -> None:
-    config = replace(SMALL, post_norm_eps=0.1)
-    y, norm = torch.randn(3, 2, 12), torch.randn(12)
-    routes = Routes(torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2))
-    rows = [[unit(y[t, r].double() * (1 + norm), 0.1) * routes.weight_TR[t, r] for r in range(2)] for t in range(3)]
-    close(blend(y, routes, norm, config), torch.stack([a + b for a, b in rows]), 1e-6)
-    halves = blend(y / 2, routes, norm, config)
-    far(halves + halves, blend(y, routes, norm, config), 1e-2)  # why rows must be whole
+def watched(seen: dict[str, list[Tensor]]) -> Ops:
+    """EAGER, each result of `normed`, `expert_rows` and `blend` also put into `seen`."""
+
+    def watch(name: str) -> Callable[..., Tensor]:
+        def call(*args: Any) -> Tensor:
+            seen.setdefault(name, []).append(getattr(EAGER, name)(*args))
+            return seen[name][-1]
+
+        return call
+
+    return replace(EAGER, **{name: watch(name) for name in ("normed", "expert_rows", "blend")})
 
 
 def test_dtypes_in_bfloat16() -> None:
@@ -185,8 +191,28 @@ def test_dtypes_in_bfloat16() -> None:
     m = tokens(config, 1, 4)
     routes = route(p.router, m, config)
     assert torch.equal(routes.weight_TR, route(sparse(config, 0).router, m, config).weight_TR)
-    assert squeeze(p, m, config, EAGER).dtype == torch.bfloat16
-    assert blend(torch.randn(4, 2, 12).bfloat16(), routes, p.experts.norm, config).dtype == torch.float32
+    seen: dict[str, list[Tensor]] = {}
+    out, idx = moe(p, m, config, watched(seen))
+    assert torch.equal(idx, routes.idx_TR)
+    dtypes = {name: [x.dtype for x in found] for name, found in seen.items()}
+    assert dtypes == {"normed": [torch.bfloat16], "expert_rows": [torch.bfloat16], "blend": [torch.float32]}
+    assert out.dtype == torch.bfloat16
+
+
+@given(SPARSE, SEEDS, OPS)
+def test_scales_worked_out_before_change_no_bit(config: Config, seed: int, ops: Ops) -> None:
+    p, m = sparse(config, seed), tokens(config, seed + 1, 3)
+    s = MoEScales(gain(p.squeeze_norm), gain(p.experts.norm))
+    assert torch.equal(moe(p, m, config, ops, s=s)[0], moe(p, m, config, ops)[0])
+    assert torch.equal(mlp(p, m[None], config, ops, s=s)[0], mlp(p, m[None], config, ops)[0])
+
+
+def test_the_scales_given_are_the_ones_used() -> None:
+    p, m = sparse(SMALL, 0), tokens(SMALL, 1, 3)
+    found = moe(p, m, SMALL, EAGER)[0]
+    norms = gain(p.squeeze_norm), gain(p.experts.norm)
+    for changed in (MoEScales(gain(-p.squeeze_norm), norms[1]), MoEScales(norms[0], gain(-p.experts.norm))):
+        far(moe(p, m, SMALL, EAGER, s=changed)[0], found)
 
 
 def test_shape_is_kept_and_inputs_are_not_modified() -> None:
