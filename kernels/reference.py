@@ -10,6 +10,7 @@ from torch import Tensor
 
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
+FP8_MAX = 240.0  # of e4m3 where an exponent is reserved, as on Gaudi 2; other devices hold up to 448
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as a float of so many bytes
 
 
@@ -75,6 +76,15 @@ def rows_of(arena: Tensor, blocks_BC: Tensor, pos_BS: Tensor, dtype: torch.dtype
     # Their bits and all ones, or none: masked_fill goes element by element on a CPU, this by whole registers.
     bits = rows.view(BITS[dtype.itemsize])
     return bits.bitwise_and_(-(pos_BS >= 0).to(bits.dtype)[..., None, None]).view(dtype)
+
+
+def write_rows(arena: Tensor, rows_RKD: Tensor, place_R: Tensor) -> None:
+    """Stores rows at these rows of a flattened arena, where it lies; float8 rounded and clamped to ±FP8_MAX."""
+    if arena.dtype == torch.float8_e4m3fn:
+        # index_copy has no float8 form: the bytes are copied. Beyond the largest number e4m3 has only NaN.
+        rows_RKD = rows_RKD.float().clamp(-FP8_MAX, FP8_MAX).to(arena.dtype).view(torch.uint8)
+        arena = arena.view(torch.uint8)
+    arena.flatten(0, 1).index_copy_(0, place_R, rows_RKD.to(arena.dtype))
 
 
 def attend_blocks(

@@ -1,27 +1,39 @@
 """Device in, one table of operations out, each with the reason why that form was chosen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from torch import Tensor, device
+from torch import Tensor, device, dtype
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
-from muse_fn.kernels import cpu, invariant, reference, static
+from muse_fn.kernels import cpu, invariant, pieces, reference, static
+from muse_fn.kernels.norms import Gain, Mix, Rotary
 from muse_fn.kernels.packed import Weight
+from muse_fn.kernels.pieces import Joined, Routes
 
 
 @dataclass(frozen=True)
 class Ops:
-    """The operations a decoder is made of; contracts in kernels/reference.py."""
+    """The operations a decoder is made of; contracts in kernels/reference.py and kernels/pieces.py."""
 
     linear: Callable[[Tensor, Weight], Tensor]
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
     attend_blocks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
     expert_rows: Callable[[Tensor, Tensor, Weight, Weight], Tensor]
+    linears: Callable[[Tensor, Sequence[Weight]], tuple[Tensor, ...]]
     why: str
-    sigmoid: Callable[[Tensor], Tensor] = reference.sigmoid
     silu: Callable[[Tensor], Tensor] = reference.silu
+    normed: Callable[[Tensor, Gain, float, dtype], Tensor] = pieces.normed
+    join: Callable[[Tensor, Tensor, Gain | None, Mix, Gain | None, float, float, dtype], Joined] = pieces.join
+    heads: Callable[[Tensor, Tensor, Rotary | None, int, float, float], tuple[Tensor, Tensor]] = pieces.heads
+    place: Callable[[Tensor, Tensor, Tensor, Rotary | None, float, float, Tensor, Tensor, Tensor], Tensor] = (
+        pieces.place
+    )
+    gated: Callable[[Tensor, Tensor, float, dtype], Tensor] = pieces.gated
+    route: Callable[[Tensor, Tensor, int, float, float], Routes] = pieces.route
+    blend: Callable[[Tensor, Tensor, Gain, float], Tensor] = pieces.blend
 
 
 REFERENCE = Ops(
@@ -29,6 +41,7 @@ REFERENCE = Ops(
     reference.attend,
     reference.attend_blocks,
     reference.expert_rows,
+    pieces.linears,
     "plain PyTorch: the meaning of each op",
 )
 EAGER = Ops(
@@ -36,6 +49,7 @@ EAGER = Ops(
     cpu.attend,
     cpu.attend_blocks,
     cpu.expert_rows,
+    partial(pieces.linears, linear=cpu.linear),
     "weights on the left, routes sorted by expert, fused attention, long contexts in tiles",
 )
 
@@ -44,9 +58,11 @@ INVARIANT = Ops(
     invariant.attend,
     invariant.attend_blocks,
     invariant.expert_rows,
+    partial(pieces.linears, linear=invariant.linear),
     "the same bits for a row alone, in any batch, chunk or cache state; slower",
-    invariant.sigmoid,
-    invariant.silu,
+    silu=invariant.silu,
+    gated=partial(pieces.gated, sigmoid=invariant.sigmoid),
+    route=partial(pieces.route, sigmoid=invariant.sigmoid),
 )
 
 STATIC = Ops(
@@ -54,6 +70,7 @@ STATIC = Ops(
     static.attend,
     static.attend_blocks,
     static.expert_rows,
+    pieces.linears,
     "no size depends on data, so that a captured graph holds it; workspaces bounded by tiles",
 )
 

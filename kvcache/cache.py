@@ -11,14 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.reference import rows_of
+from muse_fn.kernels.reference import rows_of, write_rows
 from muse_fn.kvcache.layout import Layout, layout_of
 from muse_fn.params.config import Config
 from muse_fn.sharding.mesh import ONE, Mesh
 from muse_fn.sharding.split import local_kv_heads
 
 STORAGE = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-FP8_MAX = 240.0  # of e4m3 where an exponent is reserved, as on Gaudi 2; other devices hold up to 448
 
 
 class KVCache(NamedTuple):
@@ -141,15 +140,8 @@ def _context_of(view: View, table_BN: Tensor, window: int, length: int, block_si
 
 def append(kv: KVCache, slot: int, k_BTKD: Tensor, v_BTKD: Tensor, at: Places) -> KVCache:
     """The cache with a step's keys and values in it, written in place; within a step, all layers share one handle."""
-    for arena, rows in ((kv.k[slot], k_BTKD), (kv.v[slot], v_BTKD)):
-        rows = rows.flatten(0, 1)
-        if arena.dtype == torch.float8_e4m3fn:
-            # index_copy has no float8 form: the bytes are copied. Beyond the largest number e4m3 has only NaN.
-            arena, rows = (
-                arena.view(torch.uint8),
-                rows.float().clamp(-FP8_MAX, FP8_MAX).to(arena.dtype).view(torch.uint8),
-            )
-        arena.flatten(0, 1).index_copy_(0, at.write, rows.to(arena.dtype))
+    write_rows(kv.k[slot], k_BTKD.flatten(0, 1), at.write)
+    write_rows(kv.v[slot], v_BTKD.flatten(0, 1), at.write)
     return kv
 
 

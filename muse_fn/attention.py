@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from muse_fn.kernels.norms import Rotary
 from muse_fn.kernels.select import Ops
-from muse_fn.kvcache.cache import KVCache, Places, append
-from muse_fn.norms import Rotary, plain_norm, rotate
+from muse_fn.kvcache.cache import KVCache, Places
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Attention
 from muse_fn.sharding.collectives import psum
@@ -39,32 +38,18 @@ def attention(
     Each rank has its heads, and their columns of the projection back, whose products are summed in float32.
     """
     a_BTH = a_BTH.to(p.q.dtype)  # once for its four products
-    q, k, v = heads(p, a_BTH, step.rotary if config.has_rotary(layer) else None, config, ops)
+    q, k, v, gate = ops.linears(a_BTH, (p.q, p.k, p.v, p.gate))
+    rotary = step.rotary if config.has_rotary(layer) else None
     window = config.window if config.is_sliding(layer) else 0
+    eps, width = config.rms_norm_eps, config.head_dim
     if isinstance(kv, KVCache):
         group, slot = step.slots[layer]
-        at = step.places[group]
-        kv = append(kv, slot, k, v, at)
-        arenas = kv.k[slot], kv.v[slot]
-        o = ops.attend_blocks(q, *arenas, at.blocks_BC, step.pos_BT, at.pos_BS, window, step.is_start)
+        at, arenas = step.places[group], (kv.k[slot], kv.v[slot])
+        q_BTND = ops.place(q, k, v, rotary, config.qk_scale_factor, eps, *arenas, at.write)
+        o = ops.attend_blocks(q_BTND, *arenas, at.blocks_BC, step.pos_BT, at.pos_BS, window, step.is_start)
     else:
-        o = ops.attend(q, k, v, step.pos_BT, step.pos_BT, window, step.is_start)
-    o = plain_norm(o, config.rms_norm_eps).flatten(2)
-    b = ops.linear(o * ops.sigmoid(ops.linear(a_BTH, p.gate).float()), p.o)
+        q_BTND, k_BTKD = ops.heads(q, k, rotary, width, config.qk_scale_factor, eps)
+        v_BTKD = v.unflatten(-1, (-1, width))
+        o = ops.attend(q_BTND, k_BTKD, v_BTKD, step.pos_BT, step.pos_BT, window, step.is_start)
+    b = ops.linear(ops.gated(o, gate, eps, p.o.dtype), p.o)
     return psum(b.float(), mesh, STAGE), kv
-
-
-def heads(
-    p: Attention, a_BTH: Tensor, rotary: Rotary | None, config: Config, ops: Ops
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, T, N, D], keys and values [B, T, K, D] of the step and of this rank's heads, in the weights' dtype.
-
-    Queries and keys are normed per head, queries times qk_scale_factor, then both rotated if the layer has rotary.
-    """
-    q, k, v = (ops.linear(a_BTH, w).unflatten(-1, (-1, config.head_dim)) for w in (p.q, p.k, p.v))
-    q = plain_norm(q, config.rms_norm_eps) * config.qk_scale_factor
-    k = plain_norm(k, config.rms_norm_eps)
-    if rotary is not None:
-        both = rotate(torch.cat([q, k], 2), rotary).to(v.dtype)
-        q, k = both.split([q.shape[2], k.shape[2]], 2)
-    return q.to(v.dtype), k.to(v.dtype), v

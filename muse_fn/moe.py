@@ -2,53 +2,27 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from muse_fn.kernels.norms import Gain, gain
 from muse_fn.kernels.packed import logical_shape
+from muse_fn.kernels.pieces import Routes
 from muse_fn.kernels.select import REFERENCE, Ops
-from muse_fn.norms import centred_norm, input_scaled_norm
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Dense, Experts, MoE, Router
 from muse_fn.sharding.collectives import gather, psum
 from muse_fn.sharding.mesh import ONE, STAGE, Mesh
 from muse_fn.sharding.rules import rules_of
 
-ROUTE_EPS = 1e-15
-
-
-class Routes(NamedTuple):
-    """Which experts each token takes, and how much of each."""
-
-    idx_TR: Tensor  # int64, ascending
-    weight_TR: Tensor  # float32, sums to routed_scaling_factor
-
 
 def route(p: Router, m_TH: Tensor, config: Config, ops: Ops = REFERENCE) -> Routes:
-    """Sigmoid scores in float32; the bias takes part in the choice and not in the weights."""
-    logits = ops.linear(m_TH.float(), p.weight) * config.output_multiplier
-    scores = ops.sigmoid(logits)
-    idx = torch.topk(scores + p.bias, config.top_k, dim=-1, sorted=False).indices
-    weight = scores.gather(-1, idx)
-    weight = weight / (weight.sum(-1, keepdim=True) + ROUTE_EPS) * config.routed_scaling_factor
-    # Rows are added by ascending expert id, the published model's order, whatever order topk found them in.
-    idx, order = idx.sort(-1)
-    return Routes(idx, weight.gather(-1, order))
+    """The experts of each token, chosen and weighted in float32; `pieces.route` has the equations."""
+    (logits,) = ops.linears(m_TH.float(), (p.weight,))
+    return _routes(logits, p, config, ops)
 
 
-def squeeze(p: MoE, m_TH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE) -> Tensor:
-    """The experts' input: [T, H] -> [T, M], normed, in the weights' dtype."""
-    u = gather(ops.linear(m_TH, p.squeeze), mesh, rules_of(mesh).get("squeezed", ()))
-    return centred_norm(u, p.squeeze_norm, config.rms_norm_eps).to(p.squeeze.dtype)
-
-
-def blend(y_TRM: Tensor, routes: Routes, norm: Tensor, config: Config) -> Tensor:
-    """Norms each route's row, weights it and sums over routes, in float32: [T, R, M] -> [T, M].
-
-    The rows must be whole: the norm of a partial sum is not a part of the norm.
-    """
-    y = input_scaled_norm(y_TRM, norm, config.post_norm_eps)
-    return (y * routes.weight_TR.unsqueeze(-1)).sum(1)
+def _routes(logits_TE: Tensor, p: Router, config: Config, ops: Ops) -> Routes:
+    return ops.route(logits_TE, p.bias, config.top_k, config.output_multiplier, config.routed_scaling_factor)
 
 
 def rows_of_routes(p: Experts, u_TM: Tensor, idx_TR: Tensor, ops: Ops, mesh: Mesh = ONE) -> Tensor:
@@ -62,24 +36,40 @@ def rows_of_routes(p: Experts, u_TM: Tensor, idx_TR: Tensor, ops: Ops, mesh: Mes
     return rows if mesh.size(STAGE) == 1 else psum(rows.float(), mesh, STAGE)
 
 
-def moe(p: MoE, m_TH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE) -> tuple[Tensor, Tensor]:
+class MoEScales(NamedTuple):
+    """The vectors of a mixture of experts, worked out."""
+
+    squeeze_norm: Gain  # [M]
+    expert_norm: Gain  # [M]
+
+
+def moe(
+    p: MoE, m_TH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, s: MoEScales | None = None
+) -> tuple[Tensor, Tensor]:
     """The mixture of experts on normed tokens: [T, H] -> [T, H], and the experts each token took, [T, R]."""
-    routes = route(p.router, m_TH, config, ops)
-    rows = rows_of_routes(p.experts, squeeze(p, m_TH, config, ops, mesh), routes.idx_TR, ops, mesh)
-    out = ops.linear(blend(rows, routes, p.experts.norm, config), p.expand)
+    s = s or MoEScales(gain(p.squeeze_norm), gain(p.experts.norm))
+    logits, squeezed = ops.linears(m_TH, (p.router.weight, p.squeeze))
+    routes = _routes(logits, p.router, config, ops)
+    squeezed = gather(squeezed, mesh, rules_of(mesh).get("squeezed", ()))
+    u = ops.normed(squeezed, s.squeeze_norm, config.rms_norm_eps, p.squeeze.dtype)
+    rows = rows_of_routes(p.experts, u, routes.idx_TR, ops, mesh)
+    out = ops.linear(ops.blend(rows, routes.weight_TR, s.expert_norm, config.post_norm_eps), p.expand)
     return gather(out, mesh, rules_of(mesh).get("expanded", ())), routes.idx_TR
 
 
 def dense(p: Dense, m_TH: Tensor, ops: Ops, mesh: Mesh = ONE) -> Tensor:
     """The gated MLP of a layer without experts: [T, H] -> [T, H]."""
-    out = ops.linear(ops.silu(ops.linear(m_TH, p.gate)) * ops.linear(m_TH, p.up), p.down)
+    gate, up = ops.linears(m_TH, (p.gate, p.up))
+    out = ops.linear(ops.silu(gate) * up, p.down)
     return psum(out.float(), mesh, STAGE)
 
 
-def mlp(p: MoE | Dense, m_BTH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE) -> tuple[Tensor, Tensor | tuple[()]]:
+def mlp(
+    p: MoE | Dense, m_BTH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, s: MoEScales | None = None
+) -> tuple[Tensor, Tensor | tuple[()]]:
     """The MLP branch of a layer before its norm, and its routes [B, T, R]; () for a dense layer."""
     m_TH = m_BTH.flatten(0, 1)
     if isinstance(p, Dense):
         return dense(p, m_TH, ops, mesh).view(m_BTH.shape), ()
-    out, idx_TR = moe(p, m_TH, config, ops, mesh)
+    out, idx_TR = moe(p, m_TH, config, ops, mesh, s)
     return out.view(m_BTH.shape), idx_TR.view(*m_BTH.shape[:2], -1)

@@ -2,6 +2,8 @@
 
 import os
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # device kernels run here in Triton's interpreter; before its import
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from muse_fn.decoder import Chunk, hidden_states, logits
-from muse_fn.kernels import reference
+from muse_fn.kernels import pieces, reference
 from muse_fn.kernels.packed import Weight, dequantise, quantise_mxfp4
 from muse_fn.kernels.select import Ops
 from muse_fn.params.config import Config
@@ -60,7 +60,12 @@ def training_ops(doc_BT: Tensor, loads: list[Tensor]) -> Ops:
         return every_expert(u, idx, gate_up, cast("Tensor", down))
 
     return Ops(
-        reference.linear, attend, reference.attend_blocks, expert_rows, "training: packed rows, every expert computed"
+        reference.linear,
+        attend,
+        reference.attend_blocks,
+        expert_rows,
+        pieces.linears,
+        "training: packed rows, every expert computed",
     )
 
 

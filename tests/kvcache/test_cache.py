@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from muse_fn.kernels.reference import FP8_MAX
 from muse_fn.kvcache.cache import (
-    FP8_MAX,
     KVCache,
     View,
     append,

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muse_fn.attention import Step, attention, heads
+from muse_fn.attention import Step, attention
+from muse_fn.kernels.norms import rotary_angles
 from muse_fn.kernels.select import EAGER, REFERENCE, Ops
-from muse_fn.norms import rotary_angles
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Attention
 from tests.models import FULL, SEEDS, SLIDING, SMALL, close, configs, far, random_params, snapshot, unchanged
@@ -147,9 +147,11 @@ def test_a_kv_head_serves_consecutive_query_heads() -> None:
 def test_heads_come_in_the_dtype_of_the_weights(dtype: torch.dtype) -> None:
     p = random_params(ONE, 0, dtype).layers[0].attn
     a = stream(ONE, 1, 2, 3)
-    q, k, v = heads(p, a, rotary_angles(torch.arange(3).expand(2, 3), 4, 1e4), ONE, EAGER)
-    assert (q.shape, k.shape, v.shape) == ((2, 3, 6, 4), (2, 3, 2, 4), (2, 3, 2, 4))
-    assert q.dtype == k.dtype == v.dtype == dtype
+    q, k = EAGER.linears(a, (p.q, p.k))
+    rotary = rotary_angles(torch.arange(3).expand(2, 3), 4, 1e4)
+    q, k = EAGER.heads(q, k, rotary, 4, ONE.qk_scale_factor, ONE.rms_norm_eps)
+    assert (q.shape, k.shape) == ((2, 3, 6, 4), (2, 3, 2, 4))
+    assert q.dtype == k.dtype == dtype
     # Turning keeps the length, so the queries' is still that of norm and scale.
     close(q.float().square().mean(-1).sqrt(), torch.full((2, 3, 6), ONE.qk_scale_factor), 3e-2)
     close(k.float().square().mean(-1).sqrt(), torch.ones(2, 3, 2), 3e-2)

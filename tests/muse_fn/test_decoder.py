@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from muse_fn.decoder import Chunk, embed, forward, hidden_states, logits
+from muse_fn.kernels.norms import final_norm
 from muse_fn.kernels.select import EAGER, REFERENCE
-from muse_fn.norms import final_norm
 from muse_fn.params.config import Config
 from muse_fn.params.schema import sparse_layers
 from muse_fn.params.tree import Params, from_named, map_tensors, named, tensors

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import MuseSparkTextConfig
 from transformers.models.muse_spark import modeling_muse_spark as published
 
-from muse_fn.norms import (
+from muse_fn.kernels.norms import (
     Rotary,
     centred_norm,
     final_norm,

@@ -1,0 +1,62 @@
+"""What the Triton forms share: whether they can run here, and the few things that differ under Triton's interpreter.
+
+A kernel launched with `launch_pdl` may start while the one before it still runs: what it reads that no earlier kernel
+writes (weights) it may read at once, everything else after `inputs_ready`.
+"""
+
+# pyright: basic
+import os
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+OLDEST = (8, 0)  # compute capability from which bfloat16 products exist
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b in float32; float32 factors are not rounded. The interpreter knows no bfloat16 products."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def inputs_ready(PDL: tl.constexpr):
+    """Waits until every kernel before this one is done with what it writes and reads."""
+    if PDL:
+        tl_cuda.gdc_wait()
+
+
+@triton.jit
+def outputs_coming(PDL: tl.constexpr):
+    """Lets the next kernel start on the processors that this one leaves free."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+
+
+@lru_cache
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels on this device can be launched before the one before is done."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device; a small number for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache
+def why_not(device: torch.device) -> str:
+    """Why the Triton forms cannot run on this device; "" if they can."""
+    if INTERPRETED.value:
+        return "" if device.type == "cpu" else "TRITON_INTERPRET is set, which runs them on the CPU"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"there is no CUDA device behind {device}"
+    found = torch.cuda.get_device_capability(device)
+    return "" if found >= OLDEST else f"compute capability {found[0]}.{found[1]}: needs {OLDEST[0]}.{OLDEST[1]}"
