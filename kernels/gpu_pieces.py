@@ -1,0 +1,239 @@
+"""Triton forms of the norms between products: a row is read once, held in the registers of one program, written once.
+
+The contracts are those of the same names in kernels/pieces.py; arithmetic is float32 and each output is rounded once.
+"""
+
+# pyright: basic
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_fn.kernels.gpu import INTERPRETED, inputs_ready, outputs_coming, overlaps
+from muse_fn.kernels.norms import Gain, Mix
+from muse_fn.kernels.pieces import Joined
+
+WIDEST = 8192  # columns of a row that the registers of one program hold together with its vectors
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def _rounded(x, out):
+    """float32 as what `out` points to; the interpreter would cut the lower half off where the device rounds."""
+    if INTERPRETED and out.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(out.dtype.element_ty)
+
+
+@triton.jit
+def _inverse_rms(x, eps, WIDTH: tl.constexpr):
+    """Columns beyond WIDTH must be 0."""
+    return tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+
+
+@triton.jit
+def _normed_kernel(x, norm, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    inputs_ready(PDL)
+    v = tl.load(x + row * x_stride + cols, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
+    outputs_coming(PDL)
+    v = v * _inverse_rms(v, eps, WIDTH) * factor
+    tl.store(out + row * WIDTH + cols, _rounded(v, out), inside)
+
+
+@triton.jit
+def _join_kernel(
+    h,
+    branch,
+    scale,
+    alpha,
+    beta,
+    norm,
+    h_out,
+    a_out,
+    h_stride,
+    branch_stride,
+    post_eps,
+    eps,
+    HAS_SCALE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    inputs_ready(PDL)
+    # All loads stand before the first sum, so that a lone row waits for memory once.
+    y = tl.load(branch + row * branch_stride + cols, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    if HAS_SCALE:
+        y = y * tl.load(scale + cols, inside, 0.0, eviction_policy="evict_last")
+    stays = tl.load(h + row * h_stride + cols, inside, 0.0, eviction_policy="evict_first")
+    stays = stays * tl.load(alpha + cols, inside, 0.0, eviction_policy="evict_last")
+    share = tl.load(beta + cols, inside, 0.0, eviction_policy="evict_last")
+    if HAS_NORM:
+        factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
+    outputs_coming(PDL)
+    s = stays + share * (y * _inverse_rms(y, post_eps, WIDTH))
+    tl.store(h_out + row * WIDTH + cols, s, inside)
+    if HAS_NORM:
+        a = s * _inverse_rms(s, eps, WIDTH) * factor
+        tl.store(a_out + row * WIDTH + cols, _rounded(a, a_out), inside)
+
+
+@triton.jit
+def _blend_kernel(
+    y,
+    weight,
+    norm,
+    out,
+    eps,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = cols < WIDTH
+    inputs_ready(PDL)
+    factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in tl.static_range(0, COUNT, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        at = token * COUNT + rows
+        here = (rows < COUNT)[:, None] & inside[None, :]
+        v = tl.load(y + at[:, None] * WIDTH + cols[None, :], here, 0.0, eviction_policy="evict_first")
+        share = tl.load(weight + at, rows < COUNT, 0.0)
+        v = v.to(tl.float32) * factor[None, :]
+        share = share * tl.rsqrt(tl.sum(v * v, 1) / WIDTH + eps)
+        # A thread holds the same columns of all rows, and adds them in ascending order.
+        total += tl.sum(v * share[:, None], 0)
+    outputs_coming(PDL)
+    tl.store(out + token * WIDTH + cols, total, inside)
+
+
+def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
+    """`pieces.normed` in one launch: [..., W] of any float dtype -> [..., W] in `dtype`."""
+    rows = _rows(x)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.numel():
+        _normed_kernel[(len(rows),)](rows, norm.factor, out, rows.stride(0), eps, **_whole(x.device, x.shape[-1]))
+    return out
+
+
+def join(
+    h: Tensor,
+    branch: Tensor,
+    scale: Gain | None,
+    mix: Mix,
+    norm: Gain | None,
+    post_eps: float,
+    eps: float,
+    dtype: torch.dtype,
+) -> Joined:
+    """`pieces.join` in one launch: h float32 [..., H], branch [..., H] of any float dtype."""
+    h_rows, branch_rows = _rows(h), _rows(branch)
+    h_out = torch.empty(h.shape, dtype=torch.float32, device=h.device)
+    a_out = h_out if norm is None else torch.empty(h.shape, dtype=dtype, device=h.device)
+    if h.numel():
+        _join_kernel[(len(h_rows),)](
+            h_rows,
+            branch_rows,
+            None if scale is None else scale.factor,
+            *mix,
+            None if norm is None else norm.factor,
+            h_out,
+            a_out,
+            h_rows.stride(0),
+            branch_rows.stride(0),
+            post_eps,
+            eps,
+            **{"HAS_SCALE": scale is not None, "HAS_NORM": norm is not None, **_whole(h.device, h.shape[-1])},
+        )
+    return Joined(h_out, a_out)
+
+
+def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float) -> Tensor:
+    """`pieces.blend` in one launch: [T, R, M] of any float dtype -> float32 [T, M].
+
+    Routes are added in ascending order, in groups of eight (two beyond 4096 columns) where there are more.
+    """
+    tokens, count, width = y_TRM.shape
+    out = torch.empty(tokens, width, dtype=torch.float32, device=y_TRM.device)
+    if out.numel():
+        rows = min(triton.next_power_of_2(count), 8 if width <= WIDEST // 2 else 2)  # as many as registers hold
+        _blend_kernel[(tokens,)](
+            y_TRM.contiguous(),
+            weight_TR.contiguous(),
+            norm.factor,
+            out,
+            eps,
+            **{"COUNT": count, "ROWS": rows, **_whole(y_TRM.device, width)},
+        )
+    return out
+
+
+def why_not(x: Tensor, *others: Tensor) -> str:
+    """Why `normed` or `join` cannot take these rows (h, then the branch); "" if they can."""
+    for t in (x, *others):
+        if t.dtype not in FLOATS:
+            return f"rows are {t.dtype}: must be one of {', '.join(map(str, FLOATS))}"
+        if t.shape != x.shape:
+            return f"rows are {list(t.shape)} and {list(x.shape)}: must be alike"
+    return _too_wide(x.shape[-1] if x.dim() else 0)
+
+
+def why_not_blend(y_TRM: Tensor) -> str:
+    """Why `blend` cannot take these rows; "" if it can."""
+    if y_TRM.dtype not in FLOATS or y_TRM.dim() != 3 or not y_TRM.shape[1]:
+        return f"rows of routes are {y_TRM.dtype} {list(y_TRM.shape)}: must be floats of 2 or 4 bytes [T, R, M], R > 0"
+    return _too_wide(y_TRM.shape[-1])
+
+
+def _too_wide(width: int) -> str:
+    return "" if 0 < width <= WIDEST else f"rows have {width} columns: must be 1 to {WIDEST}"
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[rows, W] with adjacent columns; a view where strides allow it."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _whole(device: torch.device, width: int) -> dict[str, Any]:
+    """Settings of a program that holds a row: threads for 16 bytes of bfloat16 each, or twice that."""
+    block, early = triton.next_power_of_2(width), overlaps(device)
+    warps = min(max(block // 256, 1), 16)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": warps, "PDL": early, "launch_pdl": early}
+
+
+_JOINED = {"HAS_SCALE": True, "HAS_NORM": True, "WIDTH": 8192, "BLOCK": 8192, "PDL": True}
+_OF_JOIN = {
+    **dict.fromkeys(("h", "branch", "scale", "alpha", "beta", "norm", "h_out"), "*fp32"),
+    **{"a_out": "*bf16", "h_stride": "i32", "branch_stride": "i32", "post_eps": "fp32", "eps": "fp32"},
+}
+_OF_NORMED = {"x": "*bf16", "norm": "*fp32", "out": "*bf16", "x_stride": "i32", "eps": "fp32"}
+_OF_BLEND = {"y": "*bf16", "weight": "*fp32", "norm": "*fp32", "out": "*fp32", "eps": "fp32"}
+_OPTIONS = {"num_warps": 16, "launch_pdl": True}
+COMPILED = [  # kernel, types of its arguments, constants, options: as for the released model
+    (_normed_kernel, _OF_NORMED, {"WIDTH": 4096, "BLOCK": 4096, "PDL": True}, _OPTIONS),
+    (_normed_kernel, {**_OF_NORMED, "x": "*fp32"}, {"WIDTH": 8192, "BLOCK": 8192, "PDL": True}, _OPTIONS),
+    (_join_kernel, _OF_JOIN, _JOINED, _OPTIONS),
+    (_join_kernel, {**_OF_JOIN, "branch": "*bf16", "a_out": "*fp32"}, _JOINED, _OPTIONS),
+    *(
+        (
+            _blend_kernel,
+            {**_OF_BLEND, "y": y},
+            {"COUNT": 8, "ROWS": 8, "WIDTH": 4096, "BLOCK": 4096, "PDL": True},
+            _OPTIONS,
+        )
+        for y in ("*bf16", "*fp32")
+    ),
+]
