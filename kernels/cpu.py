@@ -16,7 +16,9 @@ from muse_fn.kernels import cpu_long, reference
 from muse_fn.kernels.one_op import one_op
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
-TILE_BYTES = 64 << 20  # bound on what attention keeps for one tile of queries, whatever the context length
+WORKSPACE = 64 << 20  # bytes that attention keeps for one tile of queries, whatever the context length
+GATHERED = 64 << 20  # bytes of gathered keys and values from which a context is read in tiles
+MASK_BYTES = 8  # that the fused form takes for each query and key: the mask, what it is made of, and its float form
 WEIGHT_ROWS = 32  # up to here reading an expert's weights costs more than its rows
 PADDING = 1.6  # one product over all experts instead of two for each touched: worth this much more work
 LONG = 1 << 16  # keys from which float32 attention is tiled too: plain operations move every score through memory
@@ -51,8 +53,8 @@ def attend(
         q, k, v = (x.transpose(1, 2) for x in (q_BTND.contiguous(), k_BSKD[:, :length], v_BSKD[:, :length]))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     own_form = reference.attend if k_pos_BS.shape[1] == length else grouped
-    form, width = (own_form, 4 * q_BTND.shape[2]) if exact else (_fused, 1)  # bytes: scores, or a mask
-    rows = max(1, TILE_BYTES // (width * k_pos_BS.numel()))
+    form, width = (own_form, reference.SCORE_BYTES * q_BTND.shape[2]) if exact else (_fused, MASK_BYTES)
+    rows = max(1, WORKSPACE // (width * k_pos_BS.numel()))
     if rows >= length:
         return form(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, window)
     tiles = zip(q_BTND.split(rows, 1), q_pos_BT.split(rows, 1), strict=True)
@@ -96,7 +98,7 @@ def attend_blocks(
     """reference.attend_blocks; a context too long to be gathered at once, or to be worth it, is read in tiles."""
     _, _, kv_heads, head_dim = k_arena.shape
     gathered = 2 * k_pos_BS.numel() * kv_heads * head_dim * q_BTND.element_size()
-    if gathered > TILE_BYTES or (q_BTND.dtype == torch.float32 and k_pos_BS.shape[1] >= LONG):
+    if gathered > GATHERED or (q_BTND.dtype == torch.float32 and k_pos_BS.shape[1] >= LONG):
         return cpu_long.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window)
     k, v = (reference.rows_of(arena, blocks_BC, k_pos_BS, q_BTND.dtype) for arena in (k_arena, v_arena))
     return attend(q_BTND, k, v, q_pos_BT, k_pos_BS, window, is_start)

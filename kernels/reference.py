@@ -11,6 +11,7 @@ from torch import Tensor
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
 FP8_MAX = 240.0  # of e4m3 where an exponent is reserved, as on Gaudi 2; other devices hold up to 448
+SCORE_BYTES = 20  # that `attend` takes at once for each query, key and head: scores and their softmax, masked or not
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as a float of so many bytes
 
 
@@ -37,7 +38,7 @@ def visible(q_pos_BT: Tensor, k_pos_BS: Tensor, window: int) -> Tensor:
     """bool [B, T, S]: key j is seen from query i when 0 <= j <= i, and i - j < window unless window is 0."""
     i, j = q_pos_BT.unsqueeze(-1), k_pos_BS.unsqueeze(-2)
     seen = (j >= 0) & (j <= i)
-    return seen & (i - j < window) if window else seen
+    return seen & (j > i - window) if window else seen  # never [T, S] of int64
 
 
 def attend(

@@ -15,7 +15,7 @@ from torch import Tensor
 SHORTEST = 64  # keys of a block that is read where it lies; with shorter ones the kernel mostly starts and ends
 SPAN = 512  # keys of a span that is gathered
 MOST_SPANS = 65_535  # in one call: the kernel's grid has no more
-WORKSPACE = 256 << 20  # bytes that gathered keys and values take at once
+WORKSPACE = 64 << 20  # bytes that gathered keys and values take at once
 
 Spans = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from muse_fn.kernels import reference, spans, streamed
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_shape
 
-WORKSPACE = 256 << 20  # bytes that one step of a loop may take, whatever the number of routes or of keys
+WORKSPACE = 256 << 20  # bytes that one step of a loop over tiles of routes may take, whatever their number
 SHORT = 16 << 20  # bytes gathered for one new token: up to here the reference's few operations are the faster ones
 UNPACKING = 24  # bytes per element of an expert's matrix while it is unpacked: indices, values, scaled values
 MOST_ROWS = 64  # of a tile; above, a matrix product does not get better
@@ -28,7 +28,7 @@ def attend(
     is_start: bool = False,
 ) -> Tensor:
     """reference.attend in tiles of queries, so that its scores stay within the workspace."""
-    rows = max(1, WORKSPACE // (8 * q_BTND.shape[2] * k_pos_BS.numel()))
+    rows = max(1, streamed.WORKSPACE // (reference.SCORE_BYTES * q_BTND.shape[2] * k_pos_BS.numel()))
     if rows >= q_BTND.shape[1]:
         return reference.attend(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, window, is_start)
     tiles = zip(q_BTND.split(rows, 1), q_pos_BT.split(rows, 1), strict=True)
@@ -50,11 +50,12 @@ def attend_blocks(
     The keys that a query of a full context sees come first in it: kvcache/cache.py makes no others.
     """
     heads, head_dim = q_BTND.shape[2:]
-    # K and V once for every query head, and for each query a score and its exponential.
-    taken = k_pos_BS.numel() * heads * (2 * head_dim * q_BTND.element_size() + 8 * q_BTND.shape[1])
+    # K and V gathered, and once more for every query head.
+    rows = 2 * head_dim * q_BTND.element_size() * (heads + k_arena.shape[2])
+    taken = k_pos_BS.numel() * (rows + reference.SCORE_BYTES * heads * q_BTND.shape[1])
     if taken > SHORT and spans.fits(q_BTND, k_arena, window):
         return spans.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS)
-    if taken > WORKSPACE:
+    if taken > streamed.WORKSPACE:
         return streamed.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window)
     return reference.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window, is_start)
 

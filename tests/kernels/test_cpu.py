@@ -53,7 +53,7 @@ def test_attend(
     q_pos = torch.randint(0, 9, (batch, queries), generator=generator)
     k_pos[:, 0] = q_pos[:, 0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "TILE_BYTES", tile)
+        patch.setattr(cpu, "WORKSPACE", tile)
         found = cpu.attend(q, k, v, q_pos, k_pos, window)
     expected = reference.attend(q, k, v, q_pos, k_pos, window)
     assert found.dtype == dtype
@@ -124,17 +124,17 @@ def test_attend_keeps_a_bounded_workspace(place: tuple[Any, str], first: int) ->
     attend = getattr(*place)
 
     def watched(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor, window: int) -> Tensor:
-        sizes.append(4 * q.shape[1] * q.shape[2] * k_pos.numel())
+        sizes.append(reference.SCORE_BYTES * q.shape[1] * q.shape[2] * k_pos.numel())
         return attend(q, k, v, q_pos, k_pos, window)
 
     q, k, v = draw(0, 2, 60 - first, 4, 4), *draw(1, 2, 2, 60, 2, 4)
     pos = torch.arange(60).expand(2, 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "TILE_BYTES", 20_000)
+        patch.setattr(cpu, "WORKSPACE", 100_000)
         patch.setattr(*place, watched)
         cpu.attend(q, k, v, pos[:, first:], pos, 0)
     assert len(sizes) > 1
-    assert max(sizes) <= 20_000
+    assert max(sizes) <= 100_000
 
 
 def weights(form: str, seed: int, experts: int, inner: int, latent: int) -> tuple[Weight, Weight]:

@@ -47,7 +47,7 @@ def test_a_context_too_long_to_be_gathered_comes_here(dtype: torch.dtype) -> Non
     q, q_pos = torch.randn(1, 3, 4, 8, dtype=dtype), torch.tensor([[70, 71, 72]])
     near = cpu.attend_blocks(q, k, v, blocks, q_pos, pos, 0)
     with (
-        patch.object(cpu, "TILE_BYTES", 64),
+        patch.object(cpu, "GATHERED", 64),
         patch.object(cpu_long, "attend_blocks", wraps=cpu_long.attend_blocks) as seen,
     ):
         far = cpu.attend_blocks(q, k, v, blocks, q_pos, pos, 0)

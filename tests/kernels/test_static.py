@@ -98,7 +98,7 @@ def test_attend(seed: int, batch: int, queries: int, window: int, workspace: int
     k_pos[:, 0] = q_pos[:, 0]
     seen = reference.visible(q_pos, k_pos, window).any(-1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(static, "WORKSPACE", workspace)
+        patch.setattr(streamed, "WORKSPACE", workspace)
         found = static.attend(q, k, v, q_pos, k_pos, window)
     assert found.dtype == dtype
     close(found[seen], reference.attend(q, k, v, q_pos, k_pos, window)[seen], TOLERANCE[dtype])
@@ -119,6 +119,6 @@ def test_long_contexts_are_read_in_tiles(workspace: int, form: object, monkeypat
             return plain(*args)  # type: ignore[operator]
 
         monkeypatch.setattr(module, "attend_blocks", noted)
-    monkeypatch.setattr(static, "WORKSPACE", workspace)
+    monkeypatch.setattr(streamed, "WORKSPACE", workspace)
     close(static.attend_blocks(q, k, v, blocks, *where, 5), expected, 2e-6)
     assert called == [getattr(form, "__name__", "")]

@@ -1,0 +1,153 @@
+"""Triton's expert products against the reference, in its interpreter: formats, routings, scales, splits."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from muse_fn.kernels import gpu_experts, reference
+from muse_fn.kernels.gpu_experts import Shape, expert_rows, tiles_of, why_not
+from muse_fn.kernels.packed import MXFP4, Weight, quantise_mxfp4, quantise_nvfp4
+from tests.models import SEEDS, close
+
+FORMS = ["plain", "mxfp4", "nvfp4"]
+BF16 = torch.bfloat16
+TOLERANCE = 2**-6  # of the largest: the reference rounds the activation's factors, the kernel their product
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights(form: str, seed: int, experts: int, latent: int = 64, inner: int = 32) -> tuple[Weight, Weight]:
+    gate_up, down = draw(seed, experts, 2 * inner, latent) / 8, draw(seed + 1, experts, latent, inner) / 8
+    match form:
+        case "mxfp4":
+            return quantise_mxfp4(gate_up), quantise_mxfp4(down)
+        case "nvfp4":
+            return quantise_nvfp4(gate_up, 2), quantise_nvfp4(down)
+        case _:
+            return gate_up.to(BF16), down.to(BF16)
+
+
+def exact(u: Tensor, idx: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    """The reference in float32."""
+    gate_up, down = (w.float() if isinstance(w, Tensor) else w for w in (gate_up, down))
+    return reference.expert_rows(u.float(), idx, gate_up, down)
+
+
+def near(found: Tensor, expected: Tensor) -> None:
+    """Within TOLERANCE of the largest, however small that is."""
+    largest = expected.abs().max().clamp_min(1e-30)
+    close(found.float() / largest, expected / largest, TOLERANCE)
+
+
+@settings(max_examples=15)
+@given(SEEDS, st.sampled_from([1, 2, 5, 21]), st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 9]),
+       st.sampled_from(FORMS))  # fmt: skip
+def test_expert_rows(seed: int, tokens: int, top_k: int, experts: int, spread: int, form: str) -> None:
+    """One token and many, few experts taking all, others' routes among them, experts with none."""
+    gate_up, down = weights(form, seed, experts)
+    generator = torch.Generator().manual_seed(seed)
+    idx = torch.randint(-1, min(spread, experts + 1), (tokens, top_k), generator=generator)
+    u = draw(seed + 2, tokens, 64).to(BF16)
+    found = expert_rows(u, idx, gate_up, down)
+    assert found.dtype == BF16
+    assert (found[(idx < 0) | (idx >= experts)] == 0).all()
+    near(found, exact(u, idx, gate_up, down))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("tokens", "shape"), [
+    (1, Shape(16, 4, (32, 64), (32, 16), 4, 2)),
+    (3, Shape(16, 2, (16, 16), (32, 16), 4, 2)),
+    (40, Shape(32, 1, (32, 32), (64, 32), 4, 2)),
+])  # fmt: skip
+def test_however_the_work_is_cut(form: str, tokens: int, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(*sizes: int) -> Shape:
+        return shape
+
+    monkeypatch.setattr(gpu_experts, "shape_of", chosen)
+    gate_up, down = weights(form, 0, 3, 256, 64)
+    u, idx = draw(2, tokens, 256).to(BF16), torch.randint(-1, 4, (tokens, 2))
+    near(expert_rows(u, idx, gate_up, down), exact(u, idx, gate_up, down))
+
+
+def test_many_routes_are_sorted_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_experts, "SORTED_HERE", 8)
+    monkeypatch.setattr(gpu_experts, "MANY_ROWS", 16)
+    gate_up, down = weights("mxfp4", 0, 5)
+    u, idx = draw(2, 50, 64).to(BF16), torch.randint(-1, 7, (50, 3))
+    near(expert_rows(u, idx, gate_up, down), exact(u, idx, gate_up, down))
+
+
+@pytest.mark.parametrize("scale", [2, 3, 60, 127, 128, 129, 200, 247])
+def test_scales_reach_as_far_as_the_format(scale: int) -> None:
+    """Against dequantised weights; inputs are scaled against them so that sums stay in range.
+
+    0 and 1 make numbers below the normal ones, which the interpreter turns to 0: bench/kernels.py checks them.
+    """
+    gate_up, down = weights("mxfp4", 0, 2)
+    assert isinstance(gate_up, MXFP4)
+    gate_up = gate_up._replace(scales=torch.full_like(gate_up.scales, scale))
+    u = (draw(2, 4, 64) * 2.0 ** max(-120, min(120, 127 - scale))).to(BF16)
+    idx = torch.tensor([[0, 1]] * 4)
+    expected = exact(u, idx, gate_up, down)
+    assert expected.isfinite().all()
+    near(expert_rows(u, idx, gate_up, down), expected)
+
+
+def test_negative_zeros_and_every_code() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(1, 4, 2)
+    gate_up = MXFP4(codes, torch.full((1, 64, 2), 125, dtype=torch.uint8))
+    down = MXFP4(codes[:, :, :16].contiguous(), torch.full((1, 64, 1), 124, dtype=torch.uint8))
+    u, idx = draw(0, 3, 64).to(BF16), torch.zeros(3, 1, dtype=torch.int64)
+    near(expert_rows(u, idx, gate_up, down), exact(u, idx, gate_up, down))
+    u.zero_()
+    assert torch.equal(expert_rows(-u, idx, gate_up, down), torch.zeros(3, 1, 64, dtype=BF16))
+
+
+def test_a_broken_token_breaks_no_other() -> None:
+    gate_up, down = weights("mxfp4", 0, 2)
+    u, idx = draw(2, 6, 64).to(BF16), torch.tensor([[0, 1]] * 6)
+    expected = expert_rows(u, idx, gate_up, down)
+    u[2] = torch.nan
+    found = expert_rows(u, idx, gate_up, down)
+    others = [0, 1, 3, 4, 5]
+    assert found[2].isnan().all()
+    assert torch.equal(found[others], expected[others])
+
+
+@settings(max_examples=15)
+@given(SEEDS, st.integers(1, 60), st.integers(1, 9), st.sampled_from([8, 16]), st.booleans())
+def test_tiles_hold_every_route_once(seed: int, count: int, experts: int, rows: int, is_sorted_here: bool) -> None:
+    idx = torch.randint(-1, experts + 1, (count, 2), generator=torch.Generator().manual_seed(seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_experts, "SORTED_HERE", 1024 if is_sorted_here else 0)
+        order, expert, start, size = (x.tolist() for x in tiles_of(idx, experts, rows))
+    routes = idx.flatten().tolist()
+    assert sorted(order) == [*range(len(routes))]
+    held: list[int] = []
+    for e, first, many in zip(expert, start, size, strict=True):
+        mine = order[first : first + many]
+        assert many <= rows
+        assert all(routes[r] == e if e >= 0 else not 0 <= routes[r] < experts for r in mine)
+        held += mine
+    assert sorted(held) == sorted(order)
+
+
+def test_no_tokens_at_all() -> None:
+    gate_up, down = weights("mxfp4", 0, 2)
+    assert expert_rows(torch.empty(0, 64, dtype=BF16), torch.empty(0, 2, dtype=torch.int64), gate_up, down).numel() == 0
+
+
+def test_what_does_not_fit_is_named() -> None:
+    u, (gate_up, down) = torch.zeros(1, 64, dtype=BF16), weights("mxfp4", 0, 2)
+    assert why_not(u, gate_up, down) == ""
+    assert why_not(u.float(), gate_up, down) == "inputs are torch.float32: bfloat16 alone"
+    assert "multiples of 32" in why_not(u, *weights("plain", 0, 2, 48, 32))
+    assert "different formats" in why_not(u, gate_up, weights("plain", 0, 2)[1])
+    assert "float32: bfloat16, MXFP4" in why_not(u, torch.zeros(1, 64, 64), torch.zeros(1, 64, 32))
+    assert "not contiguous" in why_not(u, *(w._replace(codes=w.codes.mT.contiguous().mT) for w in (gate_up, down)))  # type: ignore[union-attr]
+    assert "3 global scales" in why_not(u, quantise_nvfp4(draw(0, 1, 96, 64), 3), quantise_nvfp4(draw(0, 1, 64, 32)))
