@@ -119,10 +119,11 @@ def test_rows_may_be_parts_of_wider_ones_and_outputs_are_whole() -> None:
     part, turned = wide[..., 7:27], draw(4, 20, 3, 2).transpose(0, 2)
     same(gpu_pieces.normed(part, norm, 1e-5, torch.float32), pieces.normed(part, norm, 1e-5, torch.float32))
     same(gpu_pieces.normed(turned, norm, 1e-5, torch.float32), pieces.normed(turned, norm, 1e-5, torch.float32))
-    found = gpu_pieces.join(part, turned, None, gates, norm, 1e-5, 1e-5, torch.float32)
-    same(found.h, pieces.join(part, turned, None, gates, norm, 1e-5, 1e-5, torch.float32).h)
-    assert found.h.is_contiguous()
-    assert found.a.is_contiguous()
+    for h, branch in ((part, turned), (turned, part)):
+        found = gpu_pieces.join(h, branch, None, gates, norm, 1e-5, 1e-5, torch.float32)
+        same(found.h, pieces.join(h, branch, None, gates, norm, 1e-5, 1e-5, torch.float32).h)
+        assert found.h.is_contiguous()
+        assert found.a.is_contiguous()
     y, weight = draw(5, 4, 3, 20).transpose(0, 1), draw(6, 4, 3).T
     same(gpu_pieces.blend(y, weight, norm, 1e-5), pieces.blend(y, weight, norm, 1e-5))
 

@@ -130,6 +130,14 @@ def test_tokens_are_those_of_the_plain_draw(seed: int, temperatures: list[float]
     assert ((tokens == expected) | (draw.temperature_B > 0)).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-40, 1e-45])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    """Numbers below the normal ones too: they are neither 0 nor flushed to it."""
+    logits, keys = random_logits(0, 2, 300), torch.stack([plain.key(i) for i in range(2)])
+    found = gpu_sample.draw(logits, torch.full((2,), temperature), keys, torch.arange(2))
+    assert torch.equal(found.id_B, logits.argmax(-1))
+
+
 @settings(max_examples=5)
 @given(SEEDS, st.integers(2, 3), st.sampled_from([5, 6, BLOCK + 1]))
 def test_shares_of_the_vocabulary_draw_what_the_whole_draws(seed: int, ranks: int, each: int) -> None:
