@@ -1,8 +1,8 @@
 """Expert products by Triton: each touched expert's weights are read once, packed as they lie, unpacked in registers.
 
 Routes are sorted by expert and stand in tiles of rows; one program multiplies some rows of one expert's matrix with one
-tile. Two launches: gate and up with the activation between them, then down. A single token needs no sorting: each of
-its routes is a tile. With few programs the first launch splits its sum, and the second adds the parts in order.
+tile. Gate and up with the activation between them are one launch, down another, after one that brings the inputs into
+the order of the weights. A single token needs no sorting: each of its routes is a tile.
 """
 
 # pyright: basic
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import dot, inputs_ready, outputs_coming, overlaps, processors
-from muse_fn.kernels.gpu_unpack import column, e8m0, unpack
+from muse_fn.kernels.gpu import dot, inputs_ready, outputs_coming, overlaps
+from muse_fn.kernels.gpu_unpack import GROUP, column, e8m0, row_of, unpack
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, logical_shape
 
 PLAIN, MX, NV = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -107,76 +107,52 @@ def _tiles_by_sort(routes: Tensor, experts: int, rows: int, tiles: int) -> Tiles
 
 
 @triton.jit
-def _pair(x_ptr, row, j, valid, STRIDE: tl.constexpr):
-    """The inputs 2j and 2j + 1 of some rows of bfloat16, in the order of unpacked weights -> two tiles [J, rows]."""
-    at = row[None, :].to(tl.int64) * STRIDE + column(j)[:, None]
-    both = tl.load(x_ptr + at, mask=valid[None, :], other=0)
-    low = (both & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return low, (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _weights(codes_ptr, scales_ptr, row, j, FORMAT: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr):
-    """Rows `row` int64 [BN] of a matrix, bytes j: the even and the odd inputs' weights [BN, BJ]."""
-    PER: tl.constexpr = 16 if FORMAT == MX else 8  # bytes of a scale
-    if FORMAT == PLAIN:
-        both = tl.load(codes_ptr + row[:, None] * J + column(j)[None, :])  # two bfloat16 at once
-        low = (both & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        codes = tl.load(codes_ptr + row[:, None] * J + j[None, :])
-        block = tl.min(j, 0) // PER + tl.arange(0, BJ // PER)
-        scale = tl.load(scales_ptr + row[:, None] * (J // PER) + block[None, :])
-        if FORMAT == MX:
-            scale = e8m0(scale)
-        else:
-            scale = scale.to(tl.float32).to(tl.bfloat16)
-        low, high = unpack(codes, scale, BN, BJ, PER)
-    return low, high
-
-
-@triton.jit
-def _gate_up_kernel(
-    u_ptr, idx_ptr, order_ptr, expert_ptr, start_ptr, count_ptr, codes_ptr, scales_ptr, global_ptr, out_ptr, P, E,
-    R: tl.constexpr, J: tl.constexpr, F: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, ALONE: tl.constexpr,
-    SPLITS: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """silu(gate) * up of BN rows for one tile -> bfloat16 [P, F] by place; with SPLITS float32 parts [S, P, 2F]."""
+def _arrange_kernel(x_ptr, out_ptr, K: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+    """A row of inputs in the order of unpacked weights."""
     inputs_ready(PDL)
-    tile = tl.program_id(1)
-    n = (tl.program_id(0) % (F // BN)) * BN + tl.arange(0, BN)
-    split = tl.program_id(0) // (F // BN)
-    expert, start, count = _tile(idx_ptr, expert_ptr, start_ptr, count_ptr, tile, E, ALONE)
-    if (expert < 0) | (count == 0):
-        return
-    m = tl.arange(0, ROWS)
-    valid = m < count
-    place = tl.where(valid, start + m, 0)
-    if ALONE:
-        token = place // R
-    else:
-        token = tl.load(order_ptr + place, mask=valid, other=0) // R
-    first = expert.to(tl.int64) * (2 * F)
-    gate, up = tl.zeros((BN, ROWS), tl.float32), tl.zeros((BN, ROWS), tl.float32)
-    for step in range(0, J // SPLITS, BJ):
-        j = split * (J // SPLITS) + step + tl.arange(0, BJ)
-        even, odd = _pair(u_ptr, token, j, valid, J)
-        low, high = _weights(codes_ptr, scales_ptr, first + n, j, FORMAT, J, BN, BJ)
-        gate = dot(high, odd, dot(low, even, gate))
-        low, high = _weights(codes_ptr, scales_ptr, first + F + n, j, FORMAT, J, BN, BJ)
-        up = dot(high, odd, dot(low, even, up))
-    if FORMAT == NV:
-        gate *= tl.load(global_ptr + expert * PARTS)
-        up *= tl.load(global_ptr + expert * PARTS + PARTS - 1)
-    if SPLITS == 1:
-        h = gate / (1.0 + tl.exp(-gate)) * up
-        to = place[None, :].to(tl.int64) * F + n[:, None]
-        tl.store(out_ptr + to, h.to(tl.bfloat16), mask=valid[None, :])
-    else:
-        to = (split.to(tl.int64) * P + place[None, :]) * (2 * F) + n[:, None]
-        tl.store(out_ptr + to, gate, mask=valid[None, :])
-        tl.store(out_ptr + to + F, up, mask=valid[None, :])
+    row = tl.program_id(0).to(tl.int64) * K
+    k = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    tl.store(out_ptr + row + (k & -128) + column(k & 127), tl.load(x_ptr + row + k))
     outputs_coming(PDL)
+
+
+@triton.jit
+def _product(
+    x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K: tl.constexpr, FORMAT: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Matrix rows `row` int64 [BN] with the inputs of a tile -> float32 [BN, ROWS], its rows renumbered by `row_of`."""
+    acc = tl.zeros((BN, ROWS), tl.float32)
+    k, inputs = tl.arange(0, 64), x_row.to(tl.int64)[None, :] * K
+    if FORMAT == PLAIN:
+        for g in tl.range(0, K // 64, num_stages=STAGES):
+            x = tl.load(x_ptr + inputs + g * 64 + k[:, None], mask=valid[None, :], other=0.0)
+            acc = dot(tl.load(codes_ptr + row[:, None] * K + g * 64 + k[None, :]), x, acc)
+    else:
+        c = tl.arange(0, 16)
+        for g in tl.range(0, K // 128, num_stages=STAGES):
+            even = tl.load(x_ptr + inputs + g * 128 + k[:, None], mask=valid[None, :], other=0.0)
+            odd = tl.load(x_ptr + inputs + g * 128 + 64 + k[:, None], mask=valid[None, :], other=0.0)
+            codes = tl.load(codes_ptr + row[:, None] * (K // 8) + g * 16 + c[None, :])
+            low, high = unpack(codes, _scales(scales_ptr, row, g, K, FORMAT, BN), BN, WARPS)
+            acc = dot(high, odd, dot(low, even, acc))
+    return acc
+
+
+@triton.jit
+def _scales(scales_ptr, row, g, K: tl.constexpr, FORMAT: tl.constexpr, BN: tl.constexpr):
+    """Scales of 128 inputs for every register of codes: bfloat16 twice in an int32 [BN, 16]."""
+    if FORMAT == MX:
+        four = tl.load(scales_ptr + row * (K // 128) + g)  # a byte for each 32 inputs
+        byte = (four[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 0xFF
+        bits = tl.broadcast_to(e8m0(byte)[:, :, None], (BN, 4, 4))
+    else:
+        block = tl.arange(0, 8)
+        scale = tl.load(scales_ptr + row[:, None] * (K // 16) + g * 8 + block[None, :]).to(tl.float32)
+        bits = scale.to(tl.int32, bitcast=True)
+        bits = (bits & -65536) | ((bits >> 16) & 0xFFFF)  # float8 is exact in bfloat16
+        bits = tl.broadcast_to(bits[:, :, None], (BN, 8, 2))
+    return tl.reshape(bits, (BN, 16))
 
 
 @triton.jit
@@ -192,29 +168,55 @@ def _tile(idx_ptr, expert_ptr, start_ptr, count_ptr, tile, E, ALONE: tl.constexp
 
 
 @triton.jit
-def _activated(part_ptr, place, f, valid, P, F: tl.constexpr, SPLITS: tl.constexpr):
-    """silu(gate) * up of inner columns f from the parts of their sums -> bfloat16 [J, rows]."""
-    at = place[None, :].to(tl.int64) * (2 * F) + f[:, None]
-    gate = tl.zeros(at.shape, tl.float32)
-    up = tl.zeros(at.shape, tl.float32)
-    for s in tl.static_range(SPLITS):
-        shift = s * P.to(tl.int64) * (2 * F)
-        gate += tl.load(part_ptr + shift + at, mask=valid[None, :], other=0.0)
-        up += tl.load(part_ptr + shift + F + at, mask=valid[None, :], other=0.0)
-    return (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16)
+def _gate_up_kernel(
+    x_ptr, idx_ptr, order_ptr, expert_ptr, start_ptr, count_ptr, codes_ptr, scales_ptr, global_ptr, h_ptr, E,
+    R: tl.constexpr, K: tl.constexpr, F: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, ALONE: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of BN / 2 inner columns for one tile -> bfloat16 [P, F] by place, arranged for down."""
+    inputs_ready(PDL)
+    expert, start, count = _tile(idx_ptr, expert_ptr, start_ptr, count_ptr, tl.program_id(1), E, ALONE)
+    if (expert < 0) | (count == 0):
+        return
+    m = tl.arange(0, ROWS)
+    valid = m < count
+    place = tl.where(valid, start + m, 0)
+    if ALONE:
+        token = place // R
+    else:
+        token = tl.load(order_ptr + place, mask=valid, other=0) // R
+    # In every 16 * WARPS rows the first half are gate rows, the second half the same columns' up rows.
+    r = tl.arange(0, BN)
+    HALF: tl.constexpr = 8 * WARPS
+    n = tl.program_id(0) * (BN // 2) + (r // (2 * HALF)) * HALF + r % HALF
+    row = expert.to(tl.int64) * (2 * F) + n + ((r // HALF) % 2) * F
+    both = _product(x_ptr, token, valid, codes_ptr, scales_ptr, row, K, FORMAT, BN, ROWS, WARPS, STAGES)
+    if FORMAT == PLAIN:
+        both = tl.permute(tl.reshape(both, (BN // (2 * HALF), 2, HALF, ROWS)), (0, 2, 3, 1))
+    else:
+        both = tl.reshape(both, (BN // (2 * HALF), WARPS, 2, 8, ROWS))
+        both = tl.permute(both, (0, 1, 3, 4, 2))
+    gate, up = tl.split(tl.reshape(both, (BN // 2, ROWS, 2)))
+    if FORMAT == NV:
+        gate *= tl.load(global_ptr + expert * PARTS)
+        up *= tl.load(global_ptr + expert * PARTS + PARTS - 1)
+    h = gate / (1.0 + tl.exp(-gate)) * up
+    f = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+    if FORMAT != PLAIN:
+        f = (f & -128) + column(f & 127)
+    tl.store(h_ptr + place[None, :].to(tl.int64) * F + f[:, None], h.to(tl.bfloat16), mask=valid[None, :])
+    outputs_coming(PDL)
 
 
 @triton.jit
 def _down_kernel(
-    h_ptr, idx_ptr, order_ptr, expert_ptr, start_ptr, count_ptr, codes_ptr, scales_ptr, global_ptr, out_ptr, P, E,
-    N: tl.constexpr, J: tl.constexpr, PARTS: tl.constexpr, FORMAT: tl.constexpr, ALONE: tl.constexpr,
-    SPLITS: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    h_ptr, idx_ptr, order_ptr, expert_ptr, start_ptr, count_ptr, codes_ptr, scales_ptr, global_ptr, out_ptr, E,
+    K: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr, ALONE: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BN rows of down for one tile -> bfloat16 [P, N] by route; zeros for routes of no expert here."""
     inputs_ready(PDL)
-    tile = tl.program_id(1)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    expert, start, count = _tile(idx_ptr, expert_ptr, start_ptr, count_ptr, tile, E, ALONE)
+    expert, start, count = _tile(idx_ptr, expert_ptr, start_ptr, count_ptr, tl.program_id(1), E, ALONE)
     if count == 0:
         return
     m = tl.arange(0, ROWS)
@@ -224,47 +226,32 @@ def _down_kernel(
         route = place
     else:
         route = tl.load(order_ptr + place, mask=valid, other=0)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     out = tl.zeros((BN, ROWS), tl.float32)
     if expert >= 0:
-        first = expert.to(tl.int64) * N
-        for step in range(0, J, BJ):
-            j = step + tl.arange(0, BJ)
-            if SPLITS == 1:
-                even, odd = _pair(h_ptr, place, j, valid, J)
-            else:
-                even = _activated(h_ptr, place, 2 * column(j), valid, P, 2 * J, SPLITS)
-                odd = _activated(h_ptr, place, 2 * column(j) + 1, valid, P, 2 * J, SPLITS)
-            low, high = _weights(codes_ptr, scales_ptr, first + n, j, FORMAT, J, BN, BJ)
-            out = dot(high, odd, dot(low, even, out))
+        row = expert.to(tl.int64) * N + n
+        out = _product(h_ptr, place, valid, codes_ptr, scales_ptr, row, K, FORMAT, BN, ROWS, WARPS, STAGES)
         if FORMAT == NV:
-            out *= tl.load(global_ptr + expert * PARTS)
+            out *= tl.load(global_ptr + expert)
+    if FORMAT != PLAIN:
+        n = tl.program_id(0) * BN + row_of(tl.arange(0, BN), BN, WARPS)
     to = route[None, :].to(tl.int64) * N + n[:, None]
     tl.store(out_ptr + to, out.to(tl.bfloat16), mask=valid[None, :])
     outputs_coming(PDL)
 
 
 class Shape(NamedTuple):
-    """How the two launches cut their work."""
+    """How the launches cut their work."""
 
-    rows: int  # of a tile
-    splits: int  # of gate and up's sum
+    rows: int  # of a tile of routes
     out: tuple[int, int]  # rows of gate and up, and of down, that one program takes
-    step: tuple[int, int]  # bytes of such a row at once
     warps: int
     stages: int
 
 
-def shape_of(routes: int, tokens: int, latent: int, inner: int, multiprocessors: int) -> Shape:
-    """By sizes alone. Few tokens: as many programs as keep the memory busy. Many: large tiles."""
-    if routes > SORTED_HERE:
-        return Shape(MANY_ROWS, 1, (64, 128), (64, 64), 8, 3)
-    splits, steps = 1, latent // 2 // 128
-    programs = routes * inner // 64
-    while (
-        tokens <= 2 and splits < 4 and steps and steps % (2 * splits) == 0 and programs * splits < 4 * multiprocessors
-    ):
-        splits *= 2
-    return Shape(FEW_ROWS, splits, (64, 64), (128, 128), 4, 3)
+def shape_of(routes: int) -> Shape:
+    """By the number of routes alone."""
+    return Shape(MANY_ROWS, (128, 128), 8, 3) if routes > SORTED_HERE else Shape(FEW_ROWS, (64, 64), 4, 5)
 
 
 def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
@@ -276,48 +263,49 @@ def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Wei
     out = torch.empty(tokens, top_k, latent, dtype=torch.bfloat16, device=device)
     if not routes:
         return out
-    shape = _fitted(shape_of(routes, tokens, latent, inner, processors(device)), latent, inner)
+    shape, pdl, idx = shape_of(routes), overlaps(device), idx_TR.contiguous()
     is_alone = tokens == 1
-    idx = idx_TR.contiguous()
     tiles = Tiles(idx, idx, idx, idx) if is_alone else tiles_of(idx, experts, shape.rows)
     count = routes if is_alone else len(tiles.expert_C)
-    parts = (shape.splits, routes, 2 * inner) if shape.splits > 1 else (routes, inner)
-    h = torch.empty(parts, dtype=torch.float32 if shape.splits > 1 else torch.bfloat16, device=device)
-    pdl = overlaps(device)
+    codes, scales, globals_, parts, form = _parts(gate_up_EFM)
+    x = u_TM.contiguous() if form == 0 else arranged(u_TM.contiguous())
+    h = torch.empty(routes, inner, dtype=torch.bfloat16, device=device)
+    common = {"FORMAT": form, "ALONE": is_alone, "ROWS": shape.rows, "WARPS": shape.warps, "STAGES": shape.stages}
     launch = {"num_warps": shape.warps, "num_stages": shape.stages, "PDL": pdl, "launch_pdl": pdl}
-    common = (idx, *tiles)
-    codes, scales, globals_, parts_, form = _parts(gate_up_EFM)
-    _gate_up_kernel[(inner // shape.out[0] * shape.splits, count)](
-        u_TM.contiguous().view(torch.int32), *common, codes, scales, globals_, h, routes, experts,
-        R=top_k, J=latent // 2, F=inner, PARTS=parts_, FORMAT=form, ALONE=is_alone, SPLITS=shape.splits,
-        BN=shape.out[0], BJ=shape.step[0], ROWS=shape.rows, **launch,
+    _gate_up_kernel[(2 * inner // shape.out[0], count)](
+        x, idx, *tiles, codes, scales, globals_, h, experts,
+        R=top_k, K=latent, F=inner, PARTS=parts, BN=shape.out[0], **common, **launch,
     )  # fmt: skip
-    codes, scales, globals_, parts_, form = _parts(down_EMF)
+    codes, scales, globals_, _, form = _parts(down_EMF)
     _down_kernel[(latent // shape.out[1], count)](
-        h if shape.splits > 1 else h.view(torch.int32), *common, codes, scales, globals_, out, routes, experts,
-        N=latent, J=inner // 2, PARTS=parts_, FORMAT=form, ALONE=is_alone, SPLITS=shape.splits,
-        BN=shape.out[1], BJ=shape.step[1], ROWS=shape.rows, **launch,
+        h, idx, *tiles, codes, scales, globals_, out, experts,
+        K=inner, N=latent, BN=shape.out[1], **common, **launch,
     )  # fmt: skip
     return out
+
+
+def arranged(x_TM: Tensor) -> Tensor:
+    """Inputs [T, M] in the order of unpacked weights, GROUP by GROUP."""
+    out, step, pdl = torch.empty_like(x_TM), _lowest_bit(x_TM.shape[1], 1024), overlaps(x_TM.device)
+    grid = len(x_TM), x_TM.shape[1] // step
+    _arrange_kernel[grid](x_TM, out, K=x_TM.shape[1], STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=4)
+    return out
+
+
+def _lowest_bit(n: int, most: int) -> int:
+    """The largest power of two that divides n, `most` at most."""
+    return min(n & -n, most)
 
 
 def _parts(w: Weight) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Codes, scales, global scales and how many of those an expert has, and the format."""
     match w:
         case MXFP4(codes, scales):
-            return codes, scales, scales, 1, 1
+            return codes.view(torch.int32), scales.view(torch.int32), scales, 1, 1
         case NVFP4(codes, scales, global_scale):
-            return codes, scales, global_scale, global_scale.shape[-1], 2
+            return codes.view(torch.int32), scales, global_scale, global_scale.shape[-1], 2
         case _:
-            return w.view(torch.int32), w, w, 1, 0
-
-
-def _fitted(shape: Shape, latent: int, inner: int) -> Shape:
-    """Cut down to a small model's widths, which are powers of two times 32."""
-    out = min(shape.out[0], inner & -inner), min(shape.out[1], latent & -latent)
-    step = (min(shape.step[0], (latent // 2 // shape.splits) & -(latent // 2 // shape.splits)),
-            min(shape.step[1], (inner // 2) & -(inner // 2)))  # fmt: skip
-    return shape._replace(out=out, step=step)
+            return w, w, w, 1, 0
 
 
 def why_not(u_TM: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> str:
@@ -325,8 +313,8 @@ def why_not(u_TM: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> str:
     _, latent, inner = logical_shape(down_EMF)
     if u_TM.dtype != torch.bfloat16:
         return f"inputs are {u_TM.dtype}: bfloat16 alone"
-    if latent % 32 or inner % 32:
-        return f"expert matrices are {inner} by {latent}: multiples of 32 alone"
+    if latent % GROUP or inner % GROUP:
+        return f"expert matrices are {inner} by {latent}: multiples of {GROUP} alone"
     if type(gate_up_EFM) is not type(down_EMF):
         return "gate_up and down are stored in different formats"
     parts = gate_up_EFM if isinstance(gate_up_EFM, (MXFP4, NVFP4)) else (gate_up_EFM,)

@@ -1,12 +1,13 @@
 """Four-bit weights to bfloat16 in registers: what the Triton expert products share.
 
-A byte holds the codes of two neighbouring inputs, the even one below. A tile of bytes becomes two tiles, one for each
-half; the products take the inputs split the same way. On the device four bytes are one register, whose 16-bit lanes
-hold bytes 0 and 1, and 2 and 3: its natural pairs are bytes (0, 2) and (1, 3), and that order is kept, since moving
-bytes costs more than reading the inputs in the same order (`column`).
+A tensor core takes its left factor from registers in a fixed pattern: of 16 columns, thread q of a row's four holds
+2q, 2q + 1, 2q + 8 and 2q + 9. A thread that reads 16 bytes holds 32 neighbouring weights instead. So the columns are
+renumbered, such that what a thread has read is what it must hold, and no weight moves: a group of 128 inputs is two
+products of 64 columns, of the even and of the odd inputs (a byte holds one of each), and `column` says which input
+stands where. The right factor is stored in that order. Rows are renumbered likewise.
 
-E2M1 in the low bits of a bfloat16's exponent and the high bit of its mantissa is its value times 2^-126, zero and
-the subnormal included; one product brings it back, another applies the scale of its block.
+E2M1 in the low bits of a bfloat16's exponent and the high bit of its mantissa is its value times 2^-126, zero and the
+subnormal included; one product brings it back, another applies the scale of its block.
 """
 
 # pyright: basic
@@ -15,6 +16,9 @@ import triton.language as tl
 
 from muse_fn.kernels.gpu import INTERPRETED
 
+GROUP = 128  # inputs that are renumbered together
+
+# A register of eight codes and one of a scale, twice -> the even inputs' weights of bytes (0, 2) and (1, 3); the odd's.
 _ASM = tl.constexpr("""
 {
     .reg .b32 r, s, t, one, none;
@@ -40,24 +44,33 @@ _ASM = tl.constexpr("""
     fma.rn.bf16x2 $2, $2, one, none;
     fma.rn.bf16x2 $3, $3, one, none;
     fma.rn.bf16x2 $0, $0, $5, none;
-    fma.rn.bf16x2 $1, $1, $6, none;
+    fma.rn.bf16x2 $1, $1, $5, none;
     fma.rn.bf16x2 $2, $2, $5, none;
-    fma.rn.bf16x2 $3, $3, $6, none;
+    fma.rn.bf16x2 $3, $3, $5, none;
 }
 """)
 
 
 @triton.jit
-def column(j):
-    """The byte that stands at place j of an unpacked tile: the middle two of every four change places."""
-    return (j & ~3) | ((j & 1) << 1) | ((j >> 1) & 1)
+def column(input):
+    """Where an input 0 .. GROUP - 1 stands: even inputs in columns 0 .. 63, odd ones in 64 .. 127."""
+    j = input >> 1  # its byte: q q s s low high
+    k = ((j >> 2) & 3) * 16 + (j & 1) * 8 + (j >> 4) * 2 + ((j >> 1) & 1)
+    return (input & 1) * 64 + k
+
+
+@triton.jit
+def row_of(r, BN: tl.constexpr, WARPS: tl.constexpr):
+    """Which of BN rows in memory stands as row r of a product's result; pairs (0, 8) of 16 are its two halves."""
+    warp, half = (r // 16) % WARPS, (r // 8) % 2
+    return (r // (16 * WARPS)) * (16 * WARPS) + half * (8 * WARPS) + warp * 8 + r % 8
 
 
 @triton.jit
 def e8m0(byte):
-    """2^(byte - 127) as bfloat16, exact; 0 is 2^-127, below the normal numbers, and 255 is NaN."""
-    bits = tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte.to(tl.int32) << 7))
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    """2^(byte - 127) as bfloat16, exact, twice in an int32; 0 is 2^-127, below the normal numbers, and 255 is NaN."""
+    bits = tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7))
+    return bits | (bits << 16)
 
 
 @triton.jit
@@ -69,27 +82,38 @@ def _value(nibble):
 
 
 @triton.jit
-def _swapped(x, N: tl.constexpr, J: tl.constexpr):
-    """The columns of an interpreted tile in the order that the device's have."""
-    return tl.reshape(tl.permute(tl.reshape(x, (N, J // 4, 2, 2)), (0, 1, 3, 2)), (N, J))
+def _scaled(codes, scale, at: tl.constexpr):
+    """The code at bit `at` of each register, for the interpreter."""
+    return (_value((codes >> at) & 15) * (scale << 16).to(tl.float32, bitcast=True)).to(tl.bfloat16)
 
 
 @triton.jit
-def unpack(codes, scale, N: tl.constexpr, J: tl.constexpr, PER_SCALE: tl.constexpr):
-    """Codes uint8 [N, J] and scales bfloat16 [N, J / PER_SCALE] -> the even and the odd inputs' weights, bfloat16
-    [N, J] each, in the order of `column`."""
-    wide = tl.reshape(tl.broadcast_to(scale[:, :, None], (N, J // PER_SCALE, PER_SCALE)), (N, J))
+def _half(x, at: tl.constexpr):
+    return ((x >> at) & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _placed(a, b, c, d, BN: tl.constexpr, WARPS: tl.constexpr):
+    """Bytes 0, 2, 1, 3 of registers [BN, 16] as the columns of a left factor bfloat16 [BN, 64]."""
+    x = tl.join(tl.join(a, b), tl.join(c, d))
+    x = tl.reshape(x, (BN // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2))  # … half w l, q s low high
+    return tl.reshape(tl.permute(x, (0, 2, 1, 3, 5, 7, 4, 6)), (BN, 64))
+
+
+@triton.jit
+def unpack(codes, scale, BN: tl.constexpr, WARPS: tl.constexpr):
+    """Codes int32 [BN, 16], eight in each, and for each a scale as `e8m0` gives it -> the even and the odd inputs'
+    weights, bfloat16 [BN, 64], rows and columns renumbered."""
     if INTERPRETED:
-        low, high = _value((codes & 15).to(tl.int32)), _value((codes >> 4).to(tl.int32))
-        low, high = low * wide.to(tl.float32), high * wide.to(tl.float32)
-        low, high = _swapped(low, N, J).to(tl.bfloat16), _swapped(high, N, J).to(tl.bfloat16)
+        even = _placed(_scaled(codes, scale, 0), _scaled(codes, scale, 16),
+                       _scaled(codes, scale, 8), _scaled(codes, scale, 24), BN, WARPS)  # fmt: skip
+        odd = _placed(_scaled(codes, scale, 4), _scaled(codes, scale, 20),
+                      _scaled(codes, scale, 12), _scaled(codes, scale, 28), BN, WARPS)  # fmt: skip
     else:
-        low, high = tl.inline_asm_elementwise(
-            _ASM,
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [codes, wide],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    return low, high
+        e, f, g, h = tl.inline_asm_elementwise(
+            _ASM, "=&r,=&r,=&r,=&r,r,r", [codes, scale],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        even = _placed(_half(e, 0), _half(e, 16), _half(f, 0), _half(f, 16), BN, WARPS)
+        odd = _placed(_half(g, 0), _half(g, 16), _half(h, 0), _half(h, 16), BN, WARPS)
+    return even, odd
