@@ -1,10 +1,12 @@
 """Device in, one table of operations out, each with the reason why that form was chosen."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 
-from torch import Tensor, device, dtype
+from torch import Tensor, device, dtype, is_grad_enabled
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
@@ -79,7 +81,27 @@ def select(where: device) -> Ops:
     """The operations for tensors on this device, inside or outside of a function transform."""
     if under_vmap():
         return REFERENCE
-    return EAGER if where.type == "cpu" else STATIC
+    if where.type == "cpu":
+        return EAGER
+    return STATIC if is_grad_enabled() or why_no_triton(where) else _triton()
+
+
+def why_no_triton(where: device) -> str:
+    """Why the Triton forms cannot run on this device; "" if they can. Under gradients they are left out in any case."""
+    if where.type != "cuda":
+        return f"they are for CUDA devices, not for {where.type}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    return import_module("muse_fn.kernels.gpu").why_not(where)
+
+
+@lru_cache
+def _triton() -> Ops:
+    """Imported when first needed: a machine without Triton has no such file to import."""
+    forms = import_module("muse_fn.kernels.gpu_ops")
+    names = [field.name for field in fields(Ops) if field.name != "why"]
+    why = "Triton: packed experts read once, one launch for what stands between products, attention split over keys"
+    return Ops(why=why, **{name: getattr(forms, name) for name in names})
 
 
 def under_vmap() -> bool:

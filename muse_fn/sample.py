@@ -5,12 +5,15 @@ int32 additions, rotations and exclusive-ors only, so that every device computes
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muse_fn.filters import keep
+from muse_fn.kernels.select import why_no_triton
 from muse_fn.sharding.collectives import psum, stacked
 from muse_fn.sharding.mesh import ONE, STAGE, Mesh
 
@@ -122,9 +125,14 @@ def sample(
     """
     width = logits_BV.shape[-1]
     start = mesh.index(STAGE) * width
+    allowed = None if allowed_V is None else allowed_V[..., start : start + width]
+    if not (filtered or why_no_triton(logits_BV.device) or (noise := _triton_form()).why_not(logits_BV, allowed)):
+        value, ids, bad_B = _drawn_by(noise, logits_BV, draw, pos_B, allowed, greedy, start, mesh)
+        choices, bad_B = _of_all_ranks(value, ids, bad_B, mesh)
+        return torch.where(bad_B, -1, torch.where(draw.temperature_B > 0, choices[-1], choices[0]))
     bad_B = ~torch.isfinite(logits_BV).all(-1)
-    if allowed_V is not None:
-        logits_BV = logits_BV.masked_fill(~allowed_V[..., start : start + width], -torch.inf)
+    if allowed is not None:
+        logits_BV = logits_BV.masked_fill(~allowed, -torch.inf)
     if greedy:
         choices, bad_B = _largest(logits_BV[None], start, bad_B, mesh)
         return torch.where(bad_B, -1, choices[0])
@@ -137,13 +145,44 @@ def sample(
     return torch.where(bad_B, -1, torch.where(draw.temperature_B > 0, choices[1], choices[0]))
 
 
+def _drawn_by(
+    noise: Any,
+    logits_BV: Tensor,
+    draw: Draw,
+    pos_B: Tensor,
+    allowed: Tensor | None,
+    greedy: bool,
+    start: int,
+    mesh: Mesh,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `sample` computes before the ranks compare, by kernels: values and ids [C, B], whether a row is bad [B]."""
+    top_B = None
+    if greedy or mesh.size(STAGE) > 1:
+        first = noise.largest(logits_BV, start, allowed)
+        if greedy:
+            return first.value_B[None], first.id_B[None], first.bad_B
+        top_B = stacked(first.value_B, mesh, STAGE).amax(0)
+    first, value_B, id_B = noise.draw(logits_BV, draw.temperature_B, draw.key_B, pos_B, start, allowed, top_B)
+    return torch.stack([first.value_B, value_B]), torch.stack([first.id_B, id_B]), first.bad_B
+
+
+@lru_cache
+def _triton_form() -> Any:
+    return import_module("muse_fn.kernels.gpu_sample")
+
+
 def _largest(x_CBV: Tensor, start: int, bad_B: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
     """The lowest id of the largest value of each row, int64 [C, B], and whether the row is bad anywhere, bool [B]."""
     value_CB, id_CB = x_CBV.max(-1)
+    return _of_all_ranks(value_CB, id_CB + start, bad_B, mesh)
+
+
+def _of_all_ranks(value_CB: Tensor, id_CB: Tensor, bad_B: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """`_largest` where each rank knows its own largest values and their ids."""
     if mesh.size(STAGE) == 1:
-        return id_CB, bad_B
-    mine = torch.cat([value_CB.float().view(torch.int32), (id_CB + start).int(), bad_B[None].int()])
-    value, ids, bad = stacked(mine, mesh, STAGE).split([len(x_CBV), len(x_CBV), 1], 1)
+        return id_CB.long(), bad_B
+    mine = torch.cat([value_CB.float().view(torch.int32), id_CB.int(), bad_B[None].int()])
+    value, ids, bad = stacked(mine, mesh, STAGE).split([len(value_CB), len(value_CB), 1], 1)
     first = value.contiguous().view(torch.float32).argmax(0, keepdim=True)  # lower ranks have lower ids
     return ids.gather(0, first)[0].long(), bad[:, 0].any(0)
 
