@@ -18,12 +18,12 @@ from muse_fn.kernels import gpu
 from muse_fn.kernels.gpu import INTERPRETED, dot, inputs_ready, outputs_coming, overlaps, processors
 from muse_fn.kernels.streamed import WORKSPACE
 
-MOST_ROWS = 64  # heads of a group times new tokens: rows of a program's tile
+MOST_ROWS, MOST_EXACT_ROWS = 64, 16  # heads of a group times new tokens: rows of a tile; of float32, in registers
 TILE_BYTES = 16 << 10  # of K, and as many of V
 STAGES, STAGES_OF_MANY = 7, 5  # half of positions and tables, then of K and V: two programs fit on a processor
 WARPS = 4
 PROGRAMS = 2  # per processor
-FEWEST_KEYS = 128  # of a program
+FEWEST_KEYS = 64  # of a program; a short context waits for one tile and not for two
 SCANNED = 4096  # positions that a program looks at together
 MERGED = 128  # parts that are read together
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,8 +34,9 @@ NOWHERE = tl.constexpr(2**31 - 1)
 def why_not(q_BTND: Tensor, k_arena: Tensor, v_arena: Tensor) -> str:
     """Why `attend_blocks` cannot take these; "" if it can."""
     group, rest = divmod(q_BTND.shape[2], k_arena.shape[2])
-    if rest or not 0 < group * q_BTND.shape[1] <= MOST_ROWS:
-        return f"{q_BTND.shape[1]} new tokens of {group} heads to a KV head: at most {MOST_ROWS} rows"
+    most = MOST_EXACT_ROWS if q_BTND.dtype == torch.float32 else MOST_ROWS
+    if rest or not 0 < group * q_BTND.shape[1] <= most:
+        return f"{q_BTND.shape[1]} new tokens of {group} heads to a KV head: at most {most} rows"
     if not (k_arena.is_contiguous() and v_arena.is_contiguous()):
         return "an arena is a view of something larger"
     return why_no_tiles(q_BTND, k_arena, v_arena)
@@ -199,7 +200,7 @@ def merge(parts: Tensor, sums: Tensor, out_BTND: Tensor) -> None:
 def options(device: torch.device, **constants: Any) -> dict[str, Any]:
     """With which keywords a kernel is launched on a device: these constants and how it is compiled."""
     pdl = overlaps(device)
-    return {**constants, "PDL": pdl, "launch_pdl": pdl, "num_warps": WARPS}
+    return {"num_warps": WARPS, **constants, "PDL": pdl, "launch_pdl": pdl}
 
 
 def split_count(programs: int, rows: int, width: int, most: int, device: torch.device) -> int:
@@ -246,7 +247,9 @@ def attend_blocks(
     block, heads = k_arena.shape[1:3]
     if not q_BTND.numel() or not k_pos_BS.shape[1]:
         return torch.zeros(q_BTND.shape, dtype=q_BTND.dtype, device=q_BTND.device)
-    shape = _shape(length, count // heads, heads, width, max(k_arena.itemsize, v_arena.itemsize))
+    # Products of float32 take registers, not tensor cores: tiles half as long.
+    itemsize = 2 * q_BTND.itemsize if q_BTND.dtype == torch.float32 else k_arena.itemsize
+    shape = _shape(length, count // heads, heads, width, itemsize)
     tile, grid = shape["TILE"], (heads // shape["TOGETHER"], batch)
     tiles = -(-k_pos_BS.shape[1] // tile)
     most = -(-k_pos_BS.shape[1] // max(FEWEST_KEYS, tile))
@@ -254,7 +257,7 @@ def attend_blocks(
     out, parts, sums = workspace(q_BTND, splits)
     shape |= {"BLOCK": block, "WINDOW": window, "PARTS": splits > 1}
     shape["SCAN"] = min(triton.next_power_of_2(-(-tiles // splits)), SCANNED // tile)
-    if tiles <= splits:
+    if tiles <= splits and shape["ROWS"] == 16:
         shape["STAGES"] = 1
     strides: tuple[Any, ...] = q_BTND.stride()[:3]
     _split_kernel[(splits, *grid)](

@@ -234,7 +234,7 @@ def _attend(
     strides: tuple[Any, ...] = (*q_BTND.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     _prefill_kernel[(programs, splits)](
         q_BTND, k, v, table, q_pos_BT.contiguous(), k_pos_BS, bounds, parts, sums, length, keys, batch, table.shape[1],
-        tiles, splits, *strides, **options(out.device, **shape),
+        tiles, splits, *strides, **options(out.device, num_warps=WARPS if width <= 64 else 2 * WARPS, **shape),
     )  # fmt: skip
     if splits > 1:
         merge(parts, sums, out)
