@@ -1,7 +1,7 @@
 """What the Triton forms share: whether they can run here, and the few things that differ under Triton's interpreter.
 
-A kernel launched with `launch_pdl` may start while the one before it still runs: what it reads that no earlier kernel
-writes (weights) it may read at once, everything else after `inputs_ready`.
+A kernel launched with `launch_pdl` may start while the one before it still runs: weights, and what the kernel before
+that one wrote, it may read at once, everything else after `inputs_ready`, which each calls once.
 """
 
 # pyright: basic
@@ -27,16 +27,23 @@ def dot(a, b, acc):
 
 @triton.jit
 def inputs_ready(PDL: tl.constexpr):
-    """Waits until every kernel before this one is done with what it writes and reads."""
+    """Waits until the kernel before this one is done with what it writes and reads; then lets the next one start.
+
+    So whatever runs before this call may read what the kernel before the previous one wrote, and parameters.
+    """
     if PDL:
         tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def outputs_coming(PDL: tl.constexpr):
-    """Lets the next kernel start on the processors that this one leaves free."""
-    if PDL:
-        tl_cuda.gdc_launch_dependents()
+def prefetch(pointers):
+    """Asks for these lines of memory, to be found in the level-2 cache: what a kernel can do while it waits."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @lru_cache

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels import gpu
-from muse_fn.kernels.gpu import INTERPRETED, dot, inputs_ready, outputs_coming, overlaps, processors
+from muse_fn.kernels.gpu import INTERPRETED, dot, inputs_ready, overlaps, processors
 from muse_fn.kernels.streamed import WORKSPACE
 
 MOST_ROWS, MOST_EXACT_ROWS = 64, 16  # heads of a group times new tokens: rows of a tile; of float32, in registers
@@ -133,7 +133,6 @@ def _split_kernel(
             seen = seen & (j[None, :] > i[:, None] - WINDOW)
         raw = dot(q_RC, k_SC.T, tl.zeros([ROWS, TILE], tl.float32))
         acc, top, total = absorb(tl.where(seen, raw, float("-inf")), v_SC, acc, top, total, SCALE)
-    outputs_coming(PDL)
     row = (b * T + t).to(tl.int64) * (HEADS * GROUP) + n
     leave(out, sums, row, split, splits, real, mine, c % D, acc, top, total, D, PARTS)
 
@@ -181,7 +180,6 @@ def _merge_kernel(
         total += tl.sum(share * tl.load(sums + 2 * (row + i) + 1, mask=i < splits, other=0.0))
         there = (share > 0)[:, None] & (d < D)[None, :]  # nothing was stored where nothing was seen
         acc += tl.sum(share[:, None] * tl.load(parts + (row + i)[:, None] * D + d[None, :], mask=there, other=0.0), 0)
-    outputs_coming(PDL)
     o = acc / tl.where(total == 0, 1.0, total)
     tl.store(out + tl.program_id(0).to(tl.int64) * D + d, o.to(out.dtype.element_ty), mask=d < D)
 

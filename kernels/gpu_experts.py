@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import dot, inputs_ready, outputs_coming, overlaps
+from muse_fn.kernels.gpu import dot, inputs_ready, overlaps, prefetch
 from muse_fn.kernels.gpu_unpack import GROUP, column, e8m0, row_of, unpack
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, logical_shape
 
@@ -68,7 +68,6 @@ def _order_kernel(
     tl.store(expert_ptr + c, tl.where(expert < E, expert, -1))
     tl.store(start_ptr + c, start)
     tl.store(count_ptr + c, left)
-    outputs_coming(PDL)
 
 
 def tiles_of(idx_TR: Tensor, experts: int, rows: int) -> Tiles:
@@ -113,7 +112,6 @@ def _arrange_kernel(x_ptr, out_ptr, K: tl.constexpr, STEP: tl.constexpr, PDL: tl
     row = tl.program_id(0).to(tl.int64) * K
     k = tl.program_id(1) * STEP + tl.arange(0, STEP)
     tl.store(out_ptr + row + (k & -128) + column(k & 127), tl.load(x_ptr + row + k))
-    outputs_coming(PDL)
 
 
 @triton.jit
@@ -130,12 +128,16 @@ def _product(
             acc = dot(tl.load(codes_ptr + row[:, None] * K + g * 64 + k[None, :]), x, acc)
     else:
         c = tl.arange(0, 16)
-        for g in tl.range(0, K // 128, num_stages=STAGES):
-            even = tl.load(x_ptr + inputs + g * 128 + k[:, None], mask=valid[None, :], other=0.0)
-            odd = tl.load(x_ptr + inputs + g * 128 + 64 + k[:, None], mask=valid[None, :], other=0.0)
-            codes = tl.load(codes_ptr + row[:, None] * (K // 8) + g * 16 + c[None, :])
-            low, high = unpack(codes, _scales(scales_ptr, row, g, K, FORMAT, BN), BN, WARPS)
-            acc = dot(high, odd, dot(low, even, acc))
+        # Two groups at once where registers allow: their codes are one line of memory.
+        AT_ONCE: tl.constexpr = 2 if K % 256 == 0 and ROWS <= 16 else 1
+        for step in tl.range(0, K // 128 // AT_ONCE, num_stages=STAGES):
+            for n in tl.static_range(AT_ONCE):
+                g = step * AT_ONCE + n
+                even = tl.load(x_ptr + inputs + g * 128 + k[:, None], mask=valid[None, :], other=0.0)
+                odd = tl.load(x_ptr + inputs + g * 128 + 64 + k[:, None], mask=valid[None, :], other=0.0)
+                codes = tl.load(codes_ptr + row[:, None] * (K // 8) + g * 16 + c[None, :])
+                low, high = unpack(codes, _scales(scales_ptr, row, g, K, FORMAT, BN), BN, WARPS)
+                acc = dot(high, odd, dot(low, even, acc))
     return acc
 
 
@@ -153,6 +155,15 @@ def _scales(scales_ptr, row, g, K: tl.constexpr, FORMAT: tl.constexpr, BN: tl.co
         bits = (bits & -65536) | ((bits >> 16) & 0xFFFF)  # float8 is exact in bfloat16
         bits = tl.broadcast_to(bits[:, :, None], (BN, 8, 2))
     return tl.reshape(bits, (BN, 16))
+
+
+@triton.jit
+def _ask_for(codes_ptr, scales_ptr, row, K: tl.constexpr):
+    """The codes and scales of some rows, line by line of 128 bytes."""
+    lines: tl.constexpr = triton.next_power_of_2(triton.cdiv(K, 256))
+    at = tl.minimum(tl.arange(0, lines) * 32, K // 8 - 1)
+    prefetch(codes_ptr + row[:, None] * (K // 8) + at[None, :])
+    prefetch(scales_ptr + row * (K // 128))
 
 
 @triton.jit
@@ -174,8 +185,18 @@ def _gate_up_kernel(
     BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of BN / 2 inner columns for one tile -> bfloat16 [P, F] by place, arranged for down."""
-    inputs_ready(PDL)
+    if FORMAT == PLAIN:
+        inputs_ready(PDL)  # otherwise the inputs are arranged between the tiles and this
     expert, start, count = _tile(idx_ptr, expert_ptr, start_ptr, count_ptr, tl.program_id(1), E, ALONE)
+    # In every 16 * WARPS rows the first half are gate rows, the second half the same columns' up rows.
+    r = tl.arange(0, BN)
+    HALF: tl.constexpr = 8 * WARPS
+    n = tl.program_id(0) * (BN // 2) + (r // (2 * HALF)) * HALF + r % HALF
+    row = tl.maximum(expert, 0).to(tl.int64) * (2 * F) + n + ((r // HALF) % 2) * F
+    if FORMAT != PLAIN:
+        if ALONE and FORMAT == MX and PDL:
+            _ask_for(codes_ptr, scales_ptr, row, K)
+        inputs_ready(PDL)
     if (expert < 0) | (count == 0):
         return
     m = tl.arange(0, ROWS)
@@ -185,11 +206,6 @@ def _gate_up_kernel(
         token = place // R
     else:
         token = tl.load(order_ptr + place, mask=valid, other=0) // R
-    # In every 16 * WARPS rows the first half are gate rows, the second half the same columns' up rows.
-    r = tl.arange(0, BN)
-    HALF: tl.constexpr = 8 * WARPS
-    n = tl.program_id(0) * (BN // 2) + (r // (2 * HALF)) * HALF + r % HALF
-    row = expert.to(tl.int64) * (2 * F) + n + ((r // HALF) % 2) * F
     both = _product(x_ptr, token, valid, codes_ptr, scales_ptr, row, K, FORMAT, BN, ROWS, WARPS, STAGES)
     if FORMAT == PLAIN:
         both = tl.permute(tl.reshape(both, (BN // (2 * HALF), 2, HALF, ROWS)), (0, 2, 3, 1))
@@ -205,7 +221,6 @@ def _gate_up_kernel(
     if FORMAT != PLAIN:
         f = (f & -128) + column(f & 127)
     tl.store(h_ptr + place[None, :].to(tl.int64) * F + f[:, None], h.to(tl.bfloat16), mask=valid[None, :])
-    outputs_coming(PDL)
 
 
 @triton.jit
@@ -215,8 +230,12 @@ def _down_kernel(
     BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BN rows of down for one tile -> bfloat16 [P, N] by route; zeros for routes of no expert here."""
-    inputs_ready(PDL)
     expert, start, count = _tile(idx_ptr, expert_ptr, start_ptr, count_ptr, tl.program_id(1), E, ALONE)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.maximum(expert, 0).to(tl.int64) * N + n
+    if ALONE and FORMAT == MX and PDL:
+        _ask_for(codes_ptr, scales_ptr, row, K)
+    inputs_ready(PDL)
     if count == 0:
         return
     m = tl.arange(0, ROWS)
@@ -226,10 +245,8 @@ def _down_kernel(
         route = place
     else:
         route = tl.load(order_ptr + place, mask=valid, other=0)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
     out = tl.zeros((BN, ROWS), tl.float32)
     if expert >= 0:
-        row = expert.to(tl.int64) * N + n
         out = _product(h_ptr, place, valid, codes_ptr, scales_ptr, row, K, FORMAT, BN, ROWS, WARPS, STAGES)
         if FORMAT == NV:
             out *= tl.load(global_ptr + expert)
@@ -237,7 +254,6 @@ def _down_kernel(
         n = tl.program_id(0) * BN + row_of(tl.arange(0, BN), BN, WARPS)
     to = route[None, :].to(tl.int64) * N + n[:, None]
     tl.store(out_ptr + to, out.to(tl.bfloat16), mask=valid[None, :])
-    outputs_coming(PDL)
 
 
 class Shape(NamedTuple):
@@ -251,7 +267,7 @@ class Shape(NamedTuple):
 
 def shape_of(routes: int) -> Shape:
     """By the number of routes alone."""
-    return Shape(MANY_ROWS, (128, 128), 8, 3) if routes > SORTED_HERE else Shape(FEW_ROWS, (64, 64), 4, 5)
+    return Shape(MANY_ROWS, (128, 128), 4, 3) if routes > SORTED_HERE else Shape(FEW_ROWS, (64, 64), 4, 3)
 
 
 def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:

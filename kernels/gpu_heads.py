@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels import gpu
-from muse_fn.kernels.gpu import INTERPRETED, inputs_ready, outputs_coming
+from muse_fn.kernels.gpu import INTERPRETED, inputs_ready
 from muse_fn.kernels.gpu_attention import FLOATS, WARPS, options, why_no_float8
 from muse_fn.kernels.norms import Rotary
 from muse_fn.kernels.reference import FP8_MAX
@@ -137,7 +137,6 @@ def _heads_kernel(
         item = (pid - of_q - of_k) * EACH + tl.arange(0, EACH)
         _placed(v, v_out, cos, sin, rows, item, R, v_row, 1.0, eps, v.dtype.element_ty, KEYS,
                 D, HALF, False, False, True)  # fmt: skip
-    outputs_coming(PDL)
 
 
 @triton.jit
@@ -152,7 +151,6 @@ def _gated_kernel(
     mask = (item < R * COUNT)[:, None] & (d < D)
     x = tl.load(o + (row // T * o_b + row % T * o_t + head * o_n)[:, None] + d, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gate + (row * gate_row + head * D)[:, None] + d, mask=mask, other=0.0).to(tl.float32)
-    outputs_coming(PDL)
     factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
     e = tl.exp(-tl.abs(g))  # at most 1, so that nothing overflows
     y = x * factor[:, None] * (tl.where(g >= 0, 1.0, e) / (1.0 + e))

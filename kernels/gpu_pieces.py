@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import INTERPRETED, inputs_ready, outputs_coming, overlaps
+from muse_fn.kernels.gpu import INTERPRETED, inputs_ready, overlaps
 from muse_fn.kernels.norms import Gain, Mix
 from muse_fn.kernels.pieces import Joined
 
@@ -42,7 +42,6 @@ def _normed_kernel(x, norm, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.c
     inputs_ready(PDL)
     v = tl.load(x + row * x_stride + cols, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
     factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
-    outputs_coming(PDL)
     v = v * _inverse_rms(v, eps, WIDTH) * factor
     tl.store(out + row * WIDTH + cols, _rounded(v, out), inside)
 
@@ -79,7 +78,6 @@ def _join_kernel(
     share = tl.load(beta + cols, inside, 0.0, eviction_policy="evict_last")
     if HAS_NORM:
         factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
-    outputs_coming(PDL)
     s = stays + share * (y * _inverse_rms(y, post_eps, WIDTH))
     tl.store(h_out + row * WIDTH + cols, s, inside)
     if HAS_NORM:
@@ -115,7 +113,6 @@ def _blend_kernel(
         share = share * tl.rsqrt(tl.sum(v * v, 1) / WIDTH + eps)
         # A thread holds the same columns of all rows, and adds them in ascending order.
         total += tl.sum(v * share[:, None], 0)
-    outputs_coming(PDL)
     tl.store(out + token * WIDTH + cols, total, inside)
 
 

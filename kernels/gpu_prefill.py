@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import dot, inputs_ready, outputs_coming
+from muse_fn.kernels.gpu import dot, inputs_ready
 from muse_fn.kernels.gpu_attention import (
     NOWHERE,
     WARPS,
@@ -52,7 +52,6 @@ def _bounds_kernel(k_pos, bounds, S, tiles, TILE: tl.constexpr, TILES: tl.conste
     i = tl.program_id(0) * TILES + tl.arange(0, TILES)
     s = i[:, None] * TILE + tl.arange(0, TILE)[None, :]
     pos = tl.load(k_pos + b * S + s, mask=s < S, other=-1).to(tl.int32)
-    outputs_coming(PDL)
     at = bounds + b * 3 * tiles + i
     tl.store(at, tl.min(tl.where(pos >= 0, pos, NOWHERE), 1), mask=i < tiles)
     tl.store(at + tiles, tl.max(pos, 1), mask=i < tiles)
@@ -172,7 +171,6 @@ def _prefill_kernel(
         acc, top, total, q_RD, i, first, end - first - (after - begin), begin, after - begin, k, v, table, k_pos, S,
         k_block, k_row, v_block, v_row, D, BLOCK, WINDOW, SCALE, KEYS, STAGES, True,
     )  # fmt: skip
-    outputs_coming(PDL)
     row = (b * T + t) * (HEADS * GROUP) + n
     leave(out, sums, row, tl.program_id(1), splits, real, mine, d[None, :], acc, top, total, D, PARTS)
 

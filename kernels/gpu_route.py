@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import inputs_ready, outputs_coming, overlaps
+from muse_fn.kernels.gpu import inputs_ready, overlaps
 from muse_fn.kernels.pieces import ROUTE_EPS, Routes
 
 MOST = 1024  # experts
@@ -47,7 +47,6 @@ def _route_kernel(
     added = tl.load(bias + e, here, 0.0).to(tl.float32)  # a parameter: no kernel of a step writes it
     inputs_ready(PDL)
     score = tl.sigmoid(tl.load(logits + token * stride + e, here, 0.0) * multiplier)
-    outputs_coming(PDL)
     rank = tl.where(here, _rank(score + added), _LOWEST)
     taken = BLOCK + k
     for r in range(TOP_K):

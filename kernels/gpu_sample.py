@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import inputs_ready, outputs_coming, overlaps
+from muse_fn.kernels.gpu import inputs_ready, overlaps
 
 BLOCK = 1024  # ids of a program: 8 a thread, four random pairs
 MOST = BLOCK * 1024  # ids of a row
@@ -94,7 +94,6 @@ def _gumbel_kernel(
     k0, k1 = _key(keys, row)
     cols = block * WIDTH - ODD + tl.arange(0, WIDTH)
     noise = _noise(k0, k1, first_pair, block, WIDTH)
-    outputs_coming(PDL)
     tl.store(out + row * COUNT + cols, noise, (cols >= 0) & (cols < COUNT))
 
 
@@ -119,7 +118,6 @@ def _blocks_kernel(
     here = cols < COLUMNS
     inputs_ready(PDL)
     x, kept = _masked(logits, allowed, row, stride, allowed_stride, cols, here, HAS_MASK)
-    outputs_coming(PDL)
     value, first = _largest(kept, tl.where(here, cols, _NONE))
     at = row * tl.num_programs(1) + block
     tl.store(values + at, value)
@@ -162,7 +160,6 @@ def _rows_kernel(
 ):
     inputs_ready(PDL)
     row = tl.program_id(0).to(tl.int64)
-    outputs_coming(PDL)
     _whole_row(values, ids, bad, top_out, id_out, bad_out, row, start, COUNT, BLOCKS)
 
 
@@ -209,7 +206,6 @@ def _draw_kernel(
     t = tl.load(temperature + row)
     k0, k1 = _key(keys, row)
     k0, k1 = threefry(k0, k1, tl.load(pos + row).to(tl.uint32))
-    outputs_coming(PDL)
     # From the maximum down, so that the smallest temperature overflows to -inf and never to +inf.
     x = tl.div_rn(x - top, tl.where(t > 0, t, 1.0)) + _noise(k0, k1, first_pair, block, WIDTH)
     value, first = _largest(x, tl.where(here, cols, _NONE))

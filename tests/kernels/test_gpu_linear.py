@@ -30,7 +30,7 @@ def test_linears(seed: int, rows: int, width: int, sizes: list[tuple[int, torch.
     ws = [(draw(seed + n, size, width) / width**0.5).to(kind) for n, (size, kind) in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_linear, "STEP", 32)
-        patch.setattr(gpu_linear, "DOT_STEP", 32)
+        patch.setattr(gpu_linear, "DOT_STEPS", (16, 16))
         found = linears(x, ws)
     for y, w in zip(found, ws, strict=True):
         expected = reference.linear(x, w)
