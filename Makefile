@@ -33,8 +33,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# One process for each processor: every test is one thread's work. JOBS=0 for a debugger.
+JOBS ?= auto
 test: lint check
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/cpu_decode.py

@@ -1,6 +1,8 @@
 """Strictness for the whole suite. Warnings are errors by pyproject.toml."""
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # device kernels run here in Triton's interpreter; before its import
 
@@ -27,3 +29,13 @@ torch.set_num_threads(1)  # one order of summation, and tiny tensors gain nothin
 def seeds() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A server that a test configured leaves no log behind that writes where the test's output was caught."""
+    logger = logging.getLogger("muse_fn.serve")
+    before, level, propagate = [*logger.handlers], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before, propagate
+    logger.setLevel(level)

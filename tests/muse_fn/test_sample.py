@@ -1,13 +1,18 @@
 """Sampling: the generator's published test vectors, filters against a plain reference, independence of the batch."""
 
 import math
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muse_fn.filters import keep
+from muse_fn.kernels import gpu_sample
 from muse_fn.sample import Sampling, draws, fold_in, gumbel, key, log_probability, sample, threefry
 from muse_fn.sharding.mesh import STAGE, Mesh
 from muse_fn.sharding.simulated import simulate
@@ -163,19 +168,19 @@ def share(x: torch.Tensor, m: Mesh) -> torch.Tensor:
 
 @given(st.data(), st.sampled_from(SPLIT), st.sampled_from([1, 1, 2, 5]), st.lists(DRAWN, min_size=1, max_size=4))
 def test_shares_of_the_vocabulary_draw_what_the_whole_draws(
-    data: st.DataObject, mesh: Mesh, each: int, settings: list[Sampling]
+    data: st.DataObject, mesh: Mesh, each: int, asked: list[Sampling]
 ) -> None:
     """Few distinct logits, so that maxima lie on several ranks; ranks without an allowed id; rows bad on one rank."""
-    vocab, rows = each * mesh.size(STAGE), len(settings)
+    vocab, rows = each * mesh.size(STAGE), len(asked)
     numbers = st.sampled_from(
         [0.0, -0.0, 1.0, 2.0, -3.0, 1e30, float("nan")] if data.draw(st.booleans()) else [1.0, 2.0]
     )
     cells = data.draw(st.lists(numbers, min_size=rows * vocab, max_size=rows * vocab))
     logits, first = torch.tensor(cells).view(rows, vocab), data.draw(st.integers(0, vocab - 1))
     allowed = torch.arange(vocab) >= first
-    draw, pos = draws(settings, vocab), torch.arange(rows) * 1000
+    draw, pos = draws(asked, vocab), torch.arange(rows) * 1000
     whole = sample(logits, draw, pos, allowed_V=allowed)
-    for b, s in enumerate(settings):
+    for b, s in enumerate(asked):
         row = logits[b].masked_fill(~allowed, -math.inf)
         if not logits[b].isfinite().all():
             assert whole[b] == -1
@@ -194,3 +199,47 @@ def test_log_probabilities_from_shares_are_those_of_the_whole(mesh: Mesh, seed: 
     expected = logits.double().log_softmax(-1).diagonal().float()
     for found in simulate(mesh, lambda m: log_probability(share(logits, m), ids, m)):
         close(found, expected, 1e-5)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([Mesh(), Mesh(tp=2), Mesh(ep=2, tp=2)]),
+    st.sampled_from(["greedy", "drawn", "both"]),
+    st.booleans(),
+)
+@settings(max_examples=8)
+def test_kernels_draw_what_the_plain_form_draws(seed: int, mesh: Mesh, rows: str, masked: bool) -> None:
+    """As on a CUDA device, by Triton's interpreter; a row that is not finite and one whose logits are all equal too."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, 44, generator=generator)
+    logits[1, 40], logits[2] = torch.nan, 1.0
+    allowed = torch.rand(44, generator=generator) < 0.7 if masked else None
+    heat = {"greedy": [0.0] * 4, "drawn": [0.5, 1.0, 2.0, 1e-3], "both": [0.0, 1.0, 0.7, 0.0]}[rows]
+    draw = draws([Sampling(t, seed=seed + n) for n, t in enumerate(heat)], 44)
+    pos, greedy = torch.arange(4) + 7, rows == "greedy"
+    wanted = sample(logits, draw, pos, allowed_V=allowed, filtered=False)
+    one_at_a_time = threading.Lock()  # ranks are threads here, and the interpreter has one state
+
+    def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with one_at_a_time:
+                return fn(*args)
+
+        return run
+
+    def no_reason(where: torch.device) -> str:
+        return ""
+
+    kernels = SimpleNamespace(
+        why_not=gpu_sample.why_not, largest=guarded(gpu_sample.largest), draw=guarded(gpu_sample.draw)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("muse_fn.sample.why_no_triton", no_reason)
+        patch.setattr("muse_fn.sample._triton_form", lambda: kernels)
+
+        def run(m: Mesh) -> torch.Tensor:
+            return sample(share(logits, m), draw, pos, allowed_V=allowed, filtered=False, greedy=greedy, mesh=m)
+
+        for found in simulate(mesh, run):
+            assert torch.equal(found, wanted)
+    assert wanted[1] == -1
