@@ -6,7 +6,7 @@ the order of the weights. A single token needs no sorting: each of its routes is
 """
 
 # pyright: basic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -341,3 +341,40 @@ def why_not(u_TM: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> str:
             return f"{name} has {w.global_scale.shape[-1]} global scales an expert: {most} at most"
     both = (*parts, *(down_EMF if isinstance(down_EMF, (MXFP4, NVFP4)) else (down_EMF,)))
     return "" if all(part.is_contiguous() for part in both) else "expert matrices are not contiguous"
+
+
+def _compiled(routes: int, packing: int, is_alone: bool = False) -> list[tuple[Any, ...]]:
+    """Both products for a card that has 128 experts, a quarter of each, in MXFP4, NVFP4 or plain."""
+    shape = shape_of(routes)
+    codes, scales, globals_ = (("*bf16",) * 3, ("*i32", "*i32", "*u8"), ("*i32", "*fp8e4nv", "*fp32"))[packing]
+    tiles = dict.fromkeys(("order_ptr", "expert_ptr", "start_ptr", "count_ptr"), "*i64" if is_alone else "*i32")
+    types = {"idx_ptr": "*i64", **tiles, "codes_ptr": codes, "scales_ptr": scales, "global_ptr": globals_, "E": "i32"}
+    cut = {"ROWS": shape.rows, "WARPS": shape.warps, "STAGES": shape.stages, "PDL": True}
+    common = {"FORMAT": packing, "ALONE": is_alone, **cut}
+    options = {"num_warps": shape.warps, "num_stages": shape.stages, "launch_pdl": True}
+    gate_up = {"R": 8, "K": 4096, "F": 1024, "PARTS": 2 if packing == NV.value else 1, "BN": shape.out[0], **common}
+    down = {"K": 1024, "N": 4096, "BN": shape.out[1], **common}
+    return [
+        (_gate_up_kernel, {"x_ptr": "*bf16", "h_ptr": "*bf16", **types}, gate_up, options),
+        (_down_kernel, {"h_ptr": "*bf16", "out_ptr": "*bf16", **types}, down, options),
+    ]
+
+
+COMPILED = [  # kernel, types of its arguments, constants, options: as for the released model
+    (
+        _order_kernel,
+        {"idx_ptr": "*i64", **dict.fromkeys(("order_ptr", "expert_ptr", "start_ptr", "count_ptr"), "*i32"),
+         "P": "i32", "E": "i32"},
+        {"PP": 128, "EE": 256, "CC": 256, "ROWS": FEW_ROWS, "STEP": 32, "PDL": True},
+        {"num_warps": 8, "launch_pdl": True},
+    ),
+    (
+        _arrange_kernel,
+        {"x_ptr": "*bf16", "out_ptr": "*bf16"},
+        {"K": 4096, "STEP": 1024, "PDL": True},
+        {"num_warps": 4, "launch_pdl": True},
+    ),
+    *_compiled(8, MX.value, is_alone=True),
+    *(entry for routes in (128, SORTED_HERE + 1) for packing in (MX.value, NV.value, PLAIN.value)
+      for entry in _compiled(routes, packing)),
+]  # fmt: skip

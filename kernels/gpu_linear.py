@@ -178,3 +178,19 @@ def why_not(x: Tensor, ws: Sequence[Weight]) -> str:
         if not w.is_contiguous():
             return "a matrix is not contiguous"
     return "" if x.dtype in (torch.bfloat16, torch.float32) else f"inputs are {x.dtype}: bfloat16 and float32 alone"
+
+
+_OPTIONS = {"num_warps": WARPS.value, "launch_pdl": True}
+COMPILED = [  # kernel, types of its arguments, constants, options: the heads of a card, then the router with squeeze
+    (
+        _linears_kernel,
+        {
+            **{"x_ptr": x, **{f"{side}{n}_ptr": types[n] for side in "wy" for n in range(MOST_MATRICES)}},
+            **{f"n{n}": "i32" for n in range(MOST_MATRICES)}, "T": "i32",
+        },
+        {"K": 8192, "MATRICES": count, "OUT": OUT, "STEP": STEP, "STAGES": DOT_STAGES, "PDL": True, **rows},
+        _OPTIONS,
+    )
+    for x, types, count in (("*bf16", ("*bf16",) * 4, 4), ("*fp32", ("*fp32", "*bf16", "*fp32", "*fp32"), 2))
+    for rows in ({"T": 1, "ROWS": 1, "DOT_STEP": 0}, {"ROWS": MOST_ROWS, "DOT_STEP": DOT_STEPS[x == "*fp32"]})
+]  # fmt: skip
