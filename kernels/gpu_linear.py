@@ -186,7 +186,7 @@ COMPILED = [  # kernel, types of its arguments, constants, options: the heads of
         _linears_kernel,
         {
             **{"x_ptr": x, **{f"{side}{n}_ptr": types[n] for side in "wy" for n in range(MOST_MATRICES)}},
-            **{f"n{n}": "i32" for n in range(MOST_MATRICES)}, "T": "i32",
+            **{f"n{n}": "i32" for n in range(MOST_MATRICES)}, **({} if "T" in rows else {"T": "i32"}),
         },
         {"K": 8192, "MATRICES": count, "OUT": OUT, "STEP": STEP, "STAGES": DOT_STAGES, "PDL": True, **rows},
         _OPTIONS,
