@@ -2,10 +2,10 @@
 
     python bench/rank_slice.py [--device cuda] [--layers 62] [--squeeze split] [--save]
 
-The mesh is ep=2, tp=4: 16 query heads, 2 KV heads, 128 of 256 experts with an inner width of 1,024 in MXFP4, 25,256 rows
-of the vocabulary. Its other ranks are imitated: a sum is this rank's part, a gather this rank's part repeated. The floor
-is every byte that a step must read (weights once, each expert that a token really takes once, the keys and values that
-each layer sees) over the best read rate of this run; of a prefill, its products over the best bfloat16 product rate.
+The mesh is ep=2, tp=4: 16 query heads, 2 KV heads, 128 of 256 experts with an inner width of 1,024 in MXFP4, 25,256
+rows of the vocabulary. Its other ranks are imitated: a sum is this rank's part, a gather this rank's part repeated. The
+floor is every byte that a step must read (weights once, each expert that a token really takes once, the keys and values
+that each layer sees) over the best read rate of this run; of a prefill, its products over the best bfloat16 rate.
 Times are device times of captured steps, sampling included. Prints Markdown. Needs an H200 for all 62 layers.
 """
 
@@ -25,7 +25,7 @@ from muse_fn.capture import capture
 from muse_fn.captured_decode import Arenas, decode_and_sample
 from muse_fn.decoder import Chunk, hidden_states
 from muse_fn.kernels.packed import MXFP4, Weight
-from muse_fn.kernels.select import REFERENCE, STATIC, Ops, select
+from muse_fn.kernels.select import STATIC, Ops, select
 from muse_fn.kvcache.cache import KVCache, View, init_cache, locate, step_positions
 from muse_fn.kvcache.layout import layout_of
 from muse_fn.params.config import Config
@@ -239,7 +239,8 @@ def accuracy(config: Config, mesh: Mesh, device: torch.device) -> str:
 
     right = hidden(exact, STATIC)
     ours, plain = ((hidden(params, ops) - right).norm() / right.norm() for ops in (select(device), STATIC))
-    return f"hidden state after 4 layers against float32: ours {ours:.3e}, plain PyTorch {plain:.3e}, {ours / plain:.2f} times"
+    told = f"ours {ours:.3e}, plain PyTorch {plain:.3e}, {ours / plain:.2f} times"
+    return f"Hidden state after 4 layers against float32: {told}."
 
 
 def report(args: argparse.Namespace) -> Iterator[str]:
@@ -251,19 +252,23 @@ def report(args: argparse.Namespace) -> Iterator[str]:
         config = replace(config, layers=args.layers, layer_types=(), layer_rope_theta=(), mlp_layer_types=())
     best = rates(device)
     yield f"# One rank's slice, {date.today()}\n"
-    yield f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; {config.layers} layers, squeeze {args.squeeze}."
+    name = torch.cuda.get_device_name(device)
+    yield f"{name}, torch {torch.__version__}; {config.layers} layers, squeeze {args.squeeze}."
     yield f"Best of this run: {best.read / 1e12:.2f} TB/s read, {best.copied / 1e12:.2f} TB/s copied, "
     yield f"{best.products / 1e12:.0f} bfloat16 TFLOP/s. Operations: {select(device).why}.\n"
     yield accuracy(config, mesh, device) + "\n"
     params = random_slice(config, mesh, device)
-    yield "| step | ms | us a layer | experts | GB or TFLOP | TB/s or TFLOP/s | of the floor |\n|---|---|---|---|---|---|---|"
+    columns = ("step", "ms", "us a layer", "experts", "GB or TFLOP", "TB/s or TFLOP/s", "of the floor")
+    yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
     cases = [(b, 2048) for b in (1, 4, 16, 64)] + [(1, n) for n in args.context]
     for row in decode_rows(params, config, mesh, cases, best, device):
-        done = f"{row.bytes / 1e9:.2f} | {row.bytes / row.seconds / 1e12:.2f}"
-        yield f"| {row.name} | {row.seconds * 1e3:.2f} | {row.seconds / config.layers * 1e6:.1f} | {row.experts:.1f} | {done} | {row.seconds / row.floor:.2f} x |"
+        each, rate = row.seconds / config.layers * 1e6, row.bytes / row.seconds / 1e12
+        done = f"{row.experts:.1f} | {row.bytes / 1e9:.2f} | {rate:.2f} | {row.seconds / row.floor:.2f} x"
+        yield f"| {row.name} | {row.seconds * 1e3:.2f} | {each:.1f} | {done} |"
     row = prefill_row(params, config, mesh, best, device)
-    done = f"{row.bytes / 1e12:.1f} | {row.bytes / row.seconds / 1e12:.0f}"
-    yield f"| {row.name} | {row.seconds * 1e3:.1f} | {row.seconds / config.layers * 1e6:.0f} | | {done} | {row.floor / row.seconds:.0%} of the rate |"
+    each, rate = row.seconds / config.layers * 1e6, row.bytes / row.seconds / 1e12
+    done = f"{row.bytes / 1e12:.1f} | {rate:.0f} | {row.floor / row.seconds:.0%} of the rate"
+    yield f"| {row.name} | {row.seconds * 1e3:.1f} | {each:.0f} | | {done} |"
 
 
 def main() -> None:
