@@ -23,7 +23,7 @@ from torch import Tensor
 
 from muse_fn.capture import capture
 from muse_fn.captured_decode import Arenas, decode_and_sample
-from muse_fn.decoder import Chunk, hidden_states
+from muse_fn.decoder import Chunk, Scales, hidden_states, scales
 from muse_fn.kernels.packed import MXFP4, Weight
 from muse_fn.kernels.select import STATIC, Ops, select
 from muse_fn.kvcache.cache import KVCache, View, init_cache, locate, step_positions
@@ -32,7 +32,7 @@ from muse_fn.params.config import Config
 from muse_fn.params.schema import Leaf, leaves, sparse_layers
 from muse_fn.params.slicing import shape_of_part
 from muse_fn.params.tree import MoE, Params, from_named, map_tensors, tensors
-from muse_fn.sample import Sampling, draws
+from muse_fn.sample import Draw, Sampling, draws
 from muse_fn.sharding.mesh import Mesh
 from muse_fn.sharding.split import part_of
 from muse_fn.step import prefill
@@ -185,11 +185,14 @@ def decode_rows(
             lambda t: t.to(device), draws([Sampling(1.0, seed=n) for n in range(batch)], config.vocab_size)
         )
 
-        def step(params: Params, tokens: Tensor, kv: Arenas, view: View, draw: Tensor) -> object:
-            return decode_and_sample(params, tokens, kv, view, draw, (), config, mesh, filtered=False, ops=ops)  # type: ignore[arg-type]
+        def step(
+            params: Params, tokens: Tensor, kv: Arenas, view: View, draw: Draw, every: tuple[Scales, ...]
+        ) -> object:
+            args = params, tokens, kv, view, draw, (), config, mesh
+            return decode_and_sample(*args, filtered=False, every=every, ops=ops)
 
-        args = (params, state.tokens, Arenas(state.kv.k, state.kv.v), state.view, draw)
-        graph = capture(step, args, donate=(2,), fixed=(0,))
+        args = (params, state.tokens, Arenas(state.kv.k, state.kv.v), state.view, draw, scales(params.layers, config))
+        graph = capture(step, args, donate=(2,), fixed=(0, 5))
         seconds = device_seconds(lambda graph=graph, args=args: graph(*args), inner=5)
         size = bytes_to_read(params, config, mesh, batch, context, experts)
         yield Row(f"decode, batch {batch}, context {context:,}", seconds, size / best.read, size, experts)

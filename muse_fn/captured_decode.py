@@ -16,7 +16,7 @@ from torch import Tensor
 
 from muse_fn.buckets import Bucket, buckets, smallest
 from muse_fn.capture import Captured, capture
-from muse_fn.decoder import Chunk, hidden_states, logits
+from muse_fn.decoder import Chunk, Scales, hidden_states, logits, scales
 from muse_fn.kernels.one_op import one_op
 from muse_fn.kernels.select import Ops, select
 from muse_fn.kvcache.cache import KVCache, View, check_alive, consume, locate, step_positions
@@ -56,6 +56,7 @@ def decode_logits(
     config: Config,
     mesh: Mesh = ONE,
     *,
+    every: tuple[Scales, ...] = (),
     ops: Ops | None = None,
 ) -> Tensor:
     """`decode` without its host side: float32 [B, T, V], or this rank's share of V. Writes into the arenas and looks at
@@ -64,7 +65,7 @@ def decode_logits(
     layout, length = layout_of(config, mesh), tokens_BT.shape[1]
     places = locate(view, length, arenas.k[0].shape[1], layout)
     chunk = Chunk(tokens_BT, step_positions(view, length), places)
-    h = hidden_states(params, [chunk], KVCache(*arenas, _DEAD), config, ops, mesh).h_BTH
+    h = hidden_states(params, [chunk], KVCache(*arenas, _DEAD), config, ops, mesh, every).h_BTH
     return logits(params, h, config, ops, mesh, gathered=False)
 
 
@@ -79,6 +80,7 @@ def decode_and_sample(
     mesh: Mesh = ONE,
     *,
     filtered: bool = True,
+    every: tuple[Scales, ...] = (),
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Arenas]:
     """One new token for each row: the next tokens int64 [B, 1], past and count of the next step's view, the arenas.
@@ -91,7 +93,7 @@ def decode_and_sample(
     own_GB = view.table_GBN.gather(2, column_B.clamp_max(width - 1).expand(len(view.table_GBN), -1)[..., None])[..., 0]
     has_room_B = (own_GB > 0).all(0) & (column_B < width) & (view.past_B < config.max_positions)
     view = view._replace(count_B=torch.where(has_room_B, view.count_B, 0))
-    z_BV = decode_logits(params, tokens_B1.clamp_min(0), arenas, view, config, mesh, ops=ops)[:, 0]
+    z_BV = decode_logits(params, tokens_B1.clamp_min(0), arenas, view, config, mesh, every=every, ops=ops)[:, 0]
     past_B = view.past_B + view.count_B
     allowed = allowed_V if isinstance(allowed_V, Tensor) else None
     chosen_B = sample(z_BV, draw, past_B, allowed_V=allowed, filtered=filtered, mesh=mesh)
@@ -106,6 +108,7 @@ class DecodeSteps:
     config: Config
     params: Params
     allowed_V: Tensor | tuple[()]
+    every: tuple[Scales, ...]
     filtered: bool
     captured: dict[Bucket, Captured[tuple[Tensor, Tensor, Tensor, Arenas]]]  # in the order of their capture
 
@@ -137,7 +140,7 @@ class DecodeSteps:
         feed = self.padded(feed)
         step = self.captured[self.bucket_of(feed)]
         tokens, past, count, _ = step(
-            self.params, feed.tokens_B1, Arenas(kv.k, kv.v), feed.view, feed.draw, self.allowed_V
+            self.params, feed.tokens_B1, Arenas(kv.k, kv.v), feed.view, feed.draw, self.allowed_V, self.every
         )
         return Feed(tokens, View(feed.view.table_GBN, past, count), feed.draw), consume(kv)
 
@@ -195,20 +198,29 @@ def capture_decode(
     wanted = sorted(set(sizes or buckets(max_batch, max_columns)), reverse=True)
     found: dict[Bucket, Captured[tuple[Tensor, Tensor, Tensor, Arenas]]] = {}
     last: Captured[tuple[Tensor, Tensor, Tensor, Arenas]] | None = None
+    with torch.inference_mode():
+        every = scales(params.layers, config)  # the same at every step: worked out once
 
     def step(
-        params: Params, tokens: Tensor, kv: Arenas, view: View, draw: Draw, allowed_V: Tensor | tuple[()]
+        params: Params,
+        tokens: Tensor,
+        kv: Arenas,
+        view: View,
+        draw: Draw,
+        allowed_V: Tensor | tuple[()],
+        every: tuple[Scales, ...],
     ) -> tuple[Tensor, Tensor, Tensor, Arenas]:
-        return decode_and_sample(params, tokens, kv, view, draw, allowed_V, config, inner, filtered=filtered, ops=ops)
+        args = params, tokens, kv, view, draw, allowed_V, config, inner
+        return decode_and_sample(*args, filtered=filtered, every=every, ops=ops)
 
     for bucket in wanted:
         feed = map_tensors(partial(_moved, device=kv.k[0].device), empty_feed(bucket, config))
-        args = (params, feed.tokens_B1, Arenas(kv.k, kv.v), feed.view, feed.draw, allowed)
-        last = capture(step, args, donate=(2,), fixed=(0, 5), backend=backend, strict=strict, beside=last)
+        args = (params, feed.tokens_B1, Arenas(kv.k, kv.v), feed.view, feed.draw, allowed, every)
+        last = capture(step, args, donate=(2,), fixed=(0, 5, 6), backend=backend, strict=strict, beside=last)
         found[bucket] = last
         if progress:
             progress(len(found), len(wanted), str(bucket), time.monotonic() - begun)
-    return DecodeSteps(config, params, allowed, filtered, found), kv
+    return DecodeSteps(config, params, allowed, every, filtered, found), kv
 
 
 def empty_feed(bucket: Bucket, config: Config) -> Feed:

@@ -86,12 +86,20 @@ class Hidden(NamedTuple):
 
 
 def hidden_states(
-    params: Params, chunks: Sequence[Chunk], kv: Cache, config: Config, ops: Ops, mesh: Mesh = ONE
+    params: Params,
+    chunks: Sequence[Chunk],
+    kv: Cache,
+    config: Config,
+    ops: Ops,
+    mesh: Mesh = ONE,
+    every: "Sequence[Scales]" = (),
 ) -> Hidden:
     """Runs chunks, which follow each other, through this stage's layers, each as soon as the previous stage has it.
 
     With one stage that is all layers. In tick t stage s works on chunk t - s: all stages work at once on a long step.
+    `every` is `scales` of this tree's layers, worked out here unless given.
     """
+    every = every or scales(params.layers, config)
     own, stage = stage_config(config, mesh), mesh.index(("pp",))
     done: list[Hidden] = []
     given: Tensor | None = None
@@ -100,7 +108,7 @@ def hidden_states(
         if 0 <= first < len(chunks):
             h = embed(params, chunks[first].tokens_BT, config, mesh) if given is None else given
             step = _step_of(chunks[first], config, mesh)
-            done.append(stage_layers(params, h, kv, step, own, ops, mesh))
+            done.append(stage_layers(params, h, kv, step, own, ops, mesh, every))
             made, kv = done[-1].h_BTH, done[-1].kv
         coming = not mesh.is_first and 0 <= first + 1 < len(chunks)
         into = _stream_like(chunks[first + 1], config) if coming else None
@@ -123,11 +131,17 @@ def _step_of(chunk: Chunk, config: Config, mesh: Mesh) -> Step:
 
 
 def stage_layers(
-    params: Params, h_BTH: Tensor, kv: Cache, step: Step, config: Config, ops: Ops, mesh: Mesh = ONE
+    params: Params,
+    h_BTH: Tensor,
+    kv: Cache,
+    step: Step,
+    config: Config,
+    ops: Ops,
+    mesh: Mesh,
+    every: "Sequence[Scales]",
 ) -> Hidden:
     """All layers of this tree on a stream; `config` has these layers and no others."""
     routes: list[Tensor | tuple[()]] = []
-    every = scales(params.layers, config)
     norms = [*(s.attn_norm for s in every), None]  # each layer ends with the norm that the next one starts with
     a = ops.normed(h_BTH, every[0].attn_norm, config.rms_norm_eps, _input_dtype(params.layers[0]))
     for i, (p, s) in enumerate(zip(params.layers, every, strict=True)):
@@ -148,10 +162,10 @@ class Scales(NamedTuple):
     mlp_norm: Gain
     mlp_post_norm: Gain
     mlp_gate: Mix
-    moe: MoEScales | None  # for layers with experts
+    moe: MoEScales | tuple[()]  # for layers with experts
 
 
-def scales(layers: tuple[Layer, ...], config: Config) -> list[Scales]:
+def scales(layers: tuple[Layer, ...], config: Config) -> tuple[Scales, ...]:
     """Of all layers at once: some forty small operations a step instead of some forty a layer."""
 
     def gains(vectors: list[Tensor]) -> list[Gain]:
@@ -170,9 +184,9 @@ def scales(layers: tuple[Layer, ...], config: Config) -> list[Scales]:
         gains([p.mlp_norm for p in layers]),
         gains([p.mlp_post_norm for p in layers]),
         mixes([p.mlp_residual_gate for p in layers]),
-        [next(found) if isinstance(p.mlp, MoE) else None for p in layers],
+        [next(found) if isinstance(p.mlp, MoE) else () for p in layers],
     )
-    return [Scales(*row) for row in zip(*columns, strict=True)]
+    return tuple(Scales(*row) for row in zip(*columns, strict=True))
 
 
 def embed(params: Params, tokens_BT: Tensor, config: Config, mesh: Mesh = ONE) -> Tensor:

@@ -44,7 +44,7 @@ class MoEScales(NamedTuple):
 
 
 def moe(
-    p: MoE, m_TH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, s: MoEScales | None = None
+    p: MoE, m_TH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, s: MoEScales | tuple[()] = ()
 ) -> tuple[Tensor, Tensor]:
     """The mixture of experts on normed tokens: [T, H] -> [T, H], and the experts each token took, [T, R]."""
     s = s or MoEScales(gain(p.squeeze_norm), gain(p.experts.norm))
@@ -65,7 +65,7 @@ def dense(p: Dense, m_TH: Tensor, ops: Ops, mesh: Mesh = ONE) -> Tensor:
 
 
 def mlp(
-    p: MoE | Dense, m_BTH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, s: MoEScales | None = None
+    p: MoE | Dense, m_BTH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, s: MoEScales | tuple[()] = ()
 ) -> tuple[Tensor, Tensor | tuple[()]]:
     """The MLP branch of a layer before its norm, and its routes [B, T, R]; () for a dense layer."""
     m_TH = m_BTH.flatten(0, 1)
