@@ -93,8 +93,11 @@ def blocks_for(positions: int, block_size: int) -> int:
 
 def own_blocks(config: Config, batch: int, positions: int, block_size: int = 16, *, device: str = "cpu") -> Tensor:
     """int64 [G, batch, N]: tables in which each sequence owns consecutive blocks for `positions` positions, in every
-    window group. The cache must have 1 + G * batch * N blocks; kvcache/blocks.py manages with fewer.
+    window group. The cache must have 1 + G * batch * N blocks; kvcache/blocks.py manages with fewer. Raises ValueError
+    for a batch or number of positions below 0, or blocks of less than 1.
     """
+    if batch < 0 or positions < 0 or block_size < 1:
+        raise ValueError(f"batch={batch}, positions={positions}, block_size={block_size}: at least 0, 0 and 1")
     each, groups = blocks_for(positions, block_size), layout_of(config).groups
     return 1 + torch.arange(groups * batch * each, device=device).view(groups, batch, each)
 

@@ -124,6 +124,9 @@ def check_step(tokens: Tensor, kv: KVCache, view: View, config: Config, at_least
 
 
 def _check_shape(view: View, groups: int, batch: int, length: int) -> None:
+    strange = [f"view.{n} is {type(x).__name__}" for n, x in view._asdict().items() if not isinstance(x, Tensor)]
+    if strange:
+        raise ValueError(f"{', '.join(strange)}: must be tensors of torch.int64")
     width = view.table_GBN.shape[-1] if view.table_GBN.dim() else 0
     shapes = {"table_GBN": (groups, batch, width), "past_B": (batch,), "count_B": (batch,)}
     for name, shape in shapes.items():
@@ -167,7 +170,7 @@ def run(
     nothing of these sequences yet."""
     mesh = mesh or ONE
     kv = consume(kv)
-    pieces = min(microbatches or mesh.pp, tokens.shape[1])
+    pieces = min(mesh.pp if microbatches is None else microbatches, tokens.shape[1])
     if pieces < 1:
         raise ValueError(f"microbatches is {microbatches}: must be at least 1")
     layout = layout_of(config, mesh)

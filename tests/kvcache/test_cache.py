@@ -208,6 +208,12 @@ def test_own_blocks_are_distinct_and_never_block_0(batch: int, positions: int, b
     assert table.flatten().tolist() == list(range(1, 1 + table.numel()))
 
 
+@pytest.mark.parametrize("sizes", [(-1, 4, 4), (1, -4, 4), (1, 4, 0)])
+def test_own_blocks_of_impossible_sizes_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="positions="):
+        own_blocks(SMALL, *sizes)
+
+
 def test_step_positions_follow_the_past() -> None:
     view = View(own_blocks(SMALL, 2, 9, 4), torch.tensor([0, 5]), torch.tensor([2, 1]))
     assert step_positions(view, 3).tolist() == [[0, 1, 2], [5, 6, 7]]

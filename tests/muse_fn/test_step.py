@@ -263,11 +263,20 @@ def test_a_view_of_other_dtypes_or_shapes_is_refused() -> None:
         ("table_GBN", torch.tensor(1), r"view.table_GBN is \[\] of torch.int64"),
         ("past_B", torch.tensor([0.0]), "view.past_B is .* of torch.float32"),
         ("count_B", torch.tensor([[4]]), r"view.count_B is \[1, 1\]"),
+        ("past_B", [0], "view.past_B is list: must be tensors"),
     ):
         kv = init_cache(SMALL, 5, 4)
         with pytest.raises(ValueError, match=told):
             prefill(random_params(SMALL, 0), tokens, kv, good._replace(**{name: value}), SMALL)
         prefill(random_params(SMALL, 0), tokens, kv, good, SMALL)  # the handle lives on
+
+
+@pytest.mark.parametrize("pieces", [0, -1])
+def test_a_step_in_no_pieces_is_refused(pieces: int) -> None:
+    view = View(own_blocks(SMALL, 1, 4, 4), torch.tensor([0]), torch.tensor([4]))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"microbatches is {pieces}: must be at least 1"):
+        prefill(random_params(SMALL, 0), tokens, init_cache(SMALL, 5, 4), view, SMALL, microbatches=pieces)
 
 
 def test_a_cache_of_another_head_size_is_refused_and_lives_on() -> None:
