@@ -4,7 +4,7 @@ Sizes, dtypes and the device decide, never values. Why a form was left out is sa
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -149,5 +149,16 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float) -> Tensor:
     return form(y_TRM, weight_TR, norm, eps)
 
 
-linear, linears = gpu_linear.linear, gpu_linear.linears
+def linears(x: Tensor, ws: Sequence[Weight]) -> tuple[Tensor, ...]:
+    """pieces.linears. For many rows the library's product is no lesser form: nothing is said of it."""
+    if 0 < x.numel() // max(1, x.shape[-1]) <= gpu_linear.MOST_ROWS and (why := gpu_linear.why_not(x, ws)):
+        _say("linears", why)
+    return gpu_linear.linears(x, ws)
+
+
+def linear(x: Tensor, w: Weight) -> Tensor:
+    """reference.linear likewise."""
+    return linears(x, (w,))[0]
+
+
 silu = reference.silu
