@@ -1,0 +1,173 @@
+"""Every Triton kernel, as configured in its file's COMPILED, goes through the compiler for sm_90; no GPU takes part.
+
+The compiler needs a process in which Triton's interpreter is off: this file is also the program that such a process
+runs. It prints what it has found, a JSON line for each configuration.
+"""
+
+import ast
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections import Counter
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = [file.stem for file in sorted((ROOT / "kernels").glob("gpu_*.py"))]
+PROCESSES = 2
+SPILLS = {"_order_kernel": 192, "_down_kernel": 8}  # known bytes of stack at most; to be got rid of, never to be raised
+MOST_SHARED = 227 << 10  # bytes that a program may have on sm_90
+
+Facts = dict[str, Any]
+
+
+def why_not() -> str:
+    """Why nothing can be compiled here; "" if it can."""
+    here = platform.system(), platform.machine()
+    if here != ("Linux", "x86_64"):
+        return f"Triton's compiler is for Linux on x86_64, this is {' on '.join(here)}"
+    return "Triton is not installed" if find_spec("triton") is None else ""
+
+
+def kernels_in(file: str) -> set[str]:
+    """The names of the kernels that are defined in a file."""
+    tree = ast.parse((ROOT / "kernels" / f"{file}.py").read_text(encoding="utf-8"))
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return {name for name in names if name.startswith("_") and name.endswith("_kernel")}
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> Any:
+    """What the compiler makes of one configuration. Pointers lie at multiples of 16 bytes, as all tensors here do."""
+    compiler, backends = import_module("triton.compiler"), import_module("triton.backends.compiler")
+    names = list(kernel.arg_names)
+    if twice := types.keys() & constants.keys() or {*names} ^ {*types, *constants}:
+        raise ValueError(f"{sorted(twice)}: given twice, not given, or unknown")
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    attributes = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if signature[name].startswith("*")}
+    source = compiler.ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return compiler.compile(source, target=backends.GPUTarget("cuda", 90, 32), options=options)
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Registers and bytes of stack and local memory of a thread, as the tool beside Triton's assembler reads them."""
+    file = folder / f"{os.getpid()}.cubin"
+    file.write_bytes(cubin)
+    (package,) = import_module("triton").__path__
+    tool = Path(package) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    done = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True)
+    found = dict[str, str](re.findall(r"\b(REG|STACK|LOCAL):(\d+)", done.stdout))
+    return {name: int(found[name]) for name in ("REG", "STACK", "LOCAL")}
+
+
+def instructions(ptx: str) -> Facts:
+    """How matrices are multiplied, where their left factors lie, and how wide copies to shared memory are."""
+    lines = ptx.splitlines()
+    products = [n for n, line in enumerate(lines) if "wgmma.mma_async" in line]
+    loop: list[str] = []
+    if products:  # from the last label before them on
+        start = max((n for n in range(products[0]) if re.match(r"\s*\$L__BB", lines[n])), default=0)
+        loop = lines[start : products[-1]]
+    return {
+        "wgmma": len(products),
+        "from_registers": sum("}, {%r" in lines[n] for n in products),
+        "other_products": sum(" mma.sync" in line or "\tmma.sync" in line for line in lines),
+        "stores_between": sum("st.shared" in line or "stmatrix" in line for line in loop),
+        "copies": Counter(int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.shared\.\S+ .*?, (0x\w+)", ptx)),
+    }
+
+
+def facts(file: str, place: int, folder: Path) -> Facts:
+    """One configuration compiled, and what there is to say of it."""
+    kernel, types, constants, options = import_module(f"muse_fn.kernels.{file}").COMPILED[place]
+    about: Facts = {"file": file, "place": place, "kernel": kernel.fn.__name__}
+    try:
+        made = compiled(kernel, types, constants, options)
+    except Exception as error:
+        return {**about, "error": f"{type(error).__name__}: {error}"}
+    used = resources(made.asm["cubin"], folder)
+    constants = {name: value for name, value in constants.items() if isinstance(value, int)}
+    return {**about, **used, **instructions(made.asm["ptx"]), "shared": made.metadata.shared, "constants": constants}
+
+
+def main(share: int, folder: Path) -> None:
+    """Compiles every PROCESSES-th configuration, from `share` on."""
+    every = [
+        (file, place)
+        for file in FILES
+        for place in range(len(getattr(import_module(f"muse_fn.kernels.{file}"), "COMPILED", ())))
+    ]
+    for file, place in every[share::PROCESSES]:
+        print(json.dumps(facts(file, place, folder)), flush=True)
+
+
+def everything(folder: Path) -> list[Facts]:
+    """All configurations, compiled by two processes side by side into a cache that is empty at first."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.test_gpu_compiled", str(share), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for share in range(PROCESSES)
+    ]
+    said = [process.communicate() for process in processes]
+    for process, (_, errors) in zip(processes, said, strict=True):
+        assert process.returncode == 0, errors
+    found: list[Facts] = [json.loads(line) for out, _ in said for line in out.splitlines()]
+    return sorted(found, key=lambda f: (f["file"], f["place"]))
+
+
+def test_every_kernel_is_compiled_and_fits_the_device(tmp_path: Path) -> None:
+    """One test, so that all is compiled once however tests are spread over processes."""
+    if why := why_not():
+        pytest.skip(why)
+    found = everything(tmp_path)
+    assert [f"{f['file']} {f['kernel']} {f['place']}: {f['error']}" for f in found if "error" in f] == []
+    for file in FILES:
+        assert {f["kernel"] for f in found if f["file"] == file} == kernels_in(file), file
+    for f in found:  # threads need no memory beside their registers, but for SPILLS
+        assert f["STACK"] <= SPILLS.get(f["kernel"], 0), f
+        assert f["LOCAL"] == 0, f
+        assert 0 < f["REG"] <= 255, f
+        assert f["shared"] <= MOST_SHARED, f
+    products = [f for f in found if f["kernel"] in ("_gate_up_kernel", "_down_kernel")]
+    assert {f["constants"]["FORMAT"] for f in products} == {0, 1, 2}
+    assert {f["constants"]["ROWS"] for f in products} == {16, 128}
+    assert {f["constants"]["ALONE"] for f in products} == {True, False}
+    for f in products:
+        check_product(f)
+
+
+def check_product(f: Facts) -> None:
+    """That a product of experts is what kernels/gpu_unpack.py renumbers columns for: whole groups of warps multiply,
+    what a thread has unpacked stays in its registers, and codes are copied by 16 bytes."""
+    c = f["constants"]
+    assert f["wgmma"] > 0, f
+    assert f["other_products"] == 0, f
+    copied = f["copies"].get("16", 0) * 16 * 32 * c["WARPS"]
+    if c["FORMAT"]:
+        assert f["from_registers"] == f["wgmma"], f
+        assert f["stores_between"] == 0, f
+        # 128 inputs are two products of 64, each of four steps for every 64 rows; with their codes they are all that
+        # the copies of a stage bring, but for the scales, which are narrower.
+        groups, rest = divmod(f["wgmma"], 8 * c["BN"] // 64)
+        assert not rest, f
+        assert copied >= c["STAGES"] * groups * (128 * c["ROWS"] * 2 + 64 * c["BN"]), f
+    else:
+        assert copied >= c["STAGES"] * 64 * 2 * (c["ROWS"] + c["BN"]), f
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
