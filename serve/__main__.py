@@ -1,4 +1,7 @@
-"""The command line: `muse-fn generate | chat | score | serve | inspect | plan | bench`. Built with Muse Spark Open."""
+"""The command line: `muse-fn generate | chat | score | serve | inspect | plan | doctor | bench`.
+
+Built with Muse Spark Open.
+"""
 
 import io
 import sys
@@ -7,6 +10,7 @@ import typer
 
 from muse_fn.serve.bench_serve import bench
 from muse_fn.serve.chatting import chat
+from muse_fn.serve.doctor import doctor
 from muse_fn.serve.generating import generate
 from muse_fn.serve.inspect import inspect
 from muse_fn.serve.member import line, tell
@@ -22,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, score, serve, inspect, plan):
+for command in (generate, chat, score, serve, inspect, plan, doctor):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

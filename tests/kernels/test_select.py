@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from muse_fn.kernels import pieces, reference
-from muse_fn.kernels.select import EAGER, INVARIANT, REFERENCE, STATIC, Ops, select, under_vmap
+from muse_fn.kernels import select as tables
+from muse_fn.kernels.select import EAGER, INVARIANT, REFERENCE, STATIC, Ops, select, under_vmap, why_no_triton
 
 CPU = torch.device("cpu")
 OPERATIONS = [field.name for field in fields(Ops) if field.name != "why"]
@@ -98,9 +100,70 @@ def test_what_a_table_settles_are_inner_operations_in_its_own_form(table: Ops) -
                 assert form.keywords["linear"] is table.linear, name
 
 
-def test_devices_of_captured_graphs_get_forms_without_sizes_that_depend_on_data() -> None:
-    assert select(torch.device("cuda")) is STATIC
-    assert select(CPU) is EAGER
+CUDA = torch.device("cuda")
+
+
+def no_spec(name: str) -> None:
+    """Nothing is installed."""
+
+
+def all_fits(where: torch.device) -> str:
+    """Nothing speaks against Triton's forms."""
+    return ""
+
+
+def test_triton_is_not_for_a_cpu() -> None:
+    assert why_no_triton(CPU) == "they are for CUDA devices, not for cpu"
+    assert "not for meta" in why_no_triton(torch.device("meta"))
+    with torch.no_grad():
+        assert select(CPU) is EAGER
+
+
+def test_where_triton_is_not_installed_forms_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "find_spec", no_spec)
+    assert why_no_triton(CUDA) == "Triton is not installed"
+    with torch.no_grad():
+        assert select(CUDA) is STATIC
+
+
+@pytest.mark.parametrize("is_interpreted", [True, False])
+def test_where_there_is_no_cuda_device_forms_are_plain(is_interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pytest.importorskip("muse_fn.kernels.gpu", reason="Triton is not installed")
+    monkeypatch.setattr(gpu, "INTERPRETED", SimpleNamespace(value=is_interpreted))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu.why_not.cache_clear()
+    try:
+        why = "TRITON_INTERPRET is set" if is_interpreted else "there is no CUDA device behind cuda"
+        assert why in why_no_triton(CUDA)
+        with torch.no_grad():
+            assert select(CUDA) is STATIC
+    finally:
+        gpu.why_not.cache_clear()
+
+
+@pytest.mark.parametrize(("found", "why"), [((8, 0), ""), ((9, 0), ""), ((7, 5), "compute capability 7.5: needs 8.0")])
+def test_old_cuda_devices_get_plain_forms(found: tuple[int, int], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pytest.importorskip("muse_fn.kernels.gpu", reason="Triton is not installed")
+    monkeypatch.setattr(gpu, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: found)  # pyright: ignore[reportUnknownLambdaType]
+    gpu.why_not.cache_clear()
+    try:
+        assert why_no_triton(CUDA) == why
+        with torch.no_grad():
+            assert (select(CUDA) is STATIC) == bool(why)
+        assert select(CUDA) is STATIC, "under gradients"
+    finally:
+        gpu.why_not.cache_clear()
+
+
+def test_forms_that_run_on_a_device_have_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "why_no_triton", all_fits)
+    assert select(CUDA) is STATIC
+    with torch.inference_mode():
+        assert select(CUDA) is not STATIC
+    with torch.inference_mode(), torch.inference_mode(False), torch.enable_grad():
+        assert select(CUDA) is STATIC
 
 
 def test_tables_are_frozen() -> None:
