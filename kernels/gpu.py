@@ -26,6 +26,16 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 in another dtype, to nearest; the interpreter would cut off what bfloat16 does not hold."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536, bits)
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def inputs_ready(PDL: tl.constexpr):
     """Waits until the kernel before this one is done with what it writes and reads; then lets the next one start.
 

@@ -5,7 +5,7 @@ tile. Gate and up with the activation between them are one launch, down another,
 the order of the weights. A single token needs no sorting: each of its routes is a tile.
 """
 
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import dot, inputs_ready, overlaps, prefetch
+from muse_fn.kernels.gpu import dot, inputs_ready, overlaps, prefetch, rounded
 from muse_fn.kernels.gpu_unpack import GROUP, column, e8m0, row_of, unpack
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, logical_shape
 
@@ -35,7 +35,8 @@ class Tiles(NamedTuple):
 @triton.jit
 def _order_kernel(
     idx_ptr, order_ptr, expert_ptr, start_ptr, count_ptr, P, E,
-    PP: tl.constexpr, EE: tl.constexpr, CC: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    PP: tl.constexpr, EE: tl.constexpr, CC: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: PP, EE and CC are powers of two above the routes, the experts with one for "none", and the tiles."""
     inputs_ready(PDL)
@@ -58,16 +59,18 @@ def _order_kernel(
     count = tl.where(experts <= E, count, 0)  # the rest is padding
     tiles = (count + ROWS - 1) // ROWS
     end_tile, end_row = tl.cumsum(tiles, 0), tl.cumsum(count, 0)
-    c = tl.arange(0, CC)
-    mine = (c[:, None] >= (end_tile - tiles)[None, :]) & (c[:, None] < end_tile[None, :])  # one expert a tile, or none
-    number = c - tl.sum(tl.where(mine, (end_tile - tiles)[None, :], 0), 1)
-    size = tl.sum(tl.where(mine, count[None, :], 0), 1)
-    start = tl.sum(tl.where(mine, (end_row - count)[None, :], 0), 1) + number * ROWS
-    expert = tl.sum(tl.where(mine, experts[None, :], 0), 1)
-    left = tl.minimum(tl.maximum(size - number * ROWS, 0), ROWS)
-    tl.store(expert_ptr + c, tl.where(expert < E, expert, -1))
-    tl.store(start_ptr + c, start)
-    tl.store(count_ptr + c, left)
+    # Tiles a few at once: all of them beside all experts would not fit into the registers.
+    for first in range(0, CC, AT_ONCE):
+        c = first + tl.arange(0, AT_ONCE)
+        mine = (c[:, None] >= (end_tile - tiles)[None, :]) & (c[:, None] < end_tile[None, :])  # of one expert, or none
+        number = c - tl.sum(tl.where(mine, (end_tile - tiles)[None, :], 0), 1)
+        size = tl.sum(tl.where(mine, count[None, :], 0), 1)
+        start = tl.sum(tl.where(mine, (end_row - count)[None, :], 0), 1) + number * ROWS
+        expert = tl.sum(tl.where(mine, experts[None, :], 0), 1)
+        left = tl.minimum(tl.maximum(size - number * ROWS, 0), ROWS)
+        tl.store(expert_ptr + c, tl.where(expert < E, expert, -1))
+        tl.store(start_ptr + c, start)
+        tl.store(count_ptr + c, left)
 
 
 def tiles_of(idx_TR: Tensor, experts: int, rows: int) -> Tiles:
@@ -83,7 +86,9 @@ def tiles_of(idx_TR: Tensor, experts: int, rows: int) -> Tiles:
     sizes = triton.next_power_of_2(count), triton.next_power_of_2(experts + 2), padded
     step = max(1, min(sizes[0], 32))
     pdl = overlaps(device)
-    _order_kernel[(1,)](routes, order, *found, count, experts, *sizes, rows, step, PDL=pdl, launch_pdl=pdl, num_warps=8)
+    _order_kernel[(1,)](
+        routes, order, *found, count, experts, *sizes, rows, step, min(padded, 32), PDL=pdl, launch_pdl=pdl, num_warps=8
+    )
     return Tiles(order, *(x[:tiles] for x in found))
 
 
@@ -220,7 +225,7 @@ def _gate_up_kernel(
     f = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
     if FORMAT != PLAIN:
         f = (f & -128) + column(f & 127)
-    tl.store(h_ptr + place[None, :].to(tl.int64) * F + f[:, None], h.to(tl.bfloat16), mask=valid[None, :])
+    tl.store(h_ptr + place[None, :].to(tl.int64) * F + f[:, None], rounded(h, tl.bfloat16), mask=valid[None, :])
 
 
 @triton.jit
@@ -253,7 +258,7 @@ def _down_kernel(
     if FORMAT != PLAIN:
         n = tl.program_id(0) * BN + row_of(tl.arange(0, BN), BN, WARPS)
     to = route[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(out_ptr + to, out.to(tl.bfloat16), mask=valid[None, :])
+    tl.store(out_ptr + to, rounded(out, tl.bfloat16), mask=valid[None, :])
 
 
 class Shape(NamedTuple):
@@ -262,12 +267,12 @@ class Shape(NamedTuple):
     rows: int  # of a tile of routes
     out: tuple[int, int]  # rows of gate and up, and of down, that one program takes
     warps: int
-    stages: int
+    stages: tuple[int, int]  # of the loop of each product
 
 
 def shape_of(routes: int) -> Shape:
     """By the number of routes alone."""
-    return Shape(MANY_ROWS, (128, 128), 4, 3) if routes > SORTED_HERE else Shape(FEW_ROWS, (64, 64), 4, 3)
+    return Shape(MANY_ROWS, (128, 128), 4, (3, 2)) if routes > SORTED_HERE else Shape(FEW_ROWS, (64, 64), 4, (3, 3))
 
 
 def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
@@ -286,16 +291,16 @@ def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Wei
     codes, scales, globals_, parts, form = _parts(gate_up_EFM)
     x = u_TM.contiguous() if form == 0 else arranged(u_TM.contiguous())
     h = torch.empty(routes, inner, dtype=torch.bfloat16, device=device)
-    common = {"FORMAT": form, "ALONE": is_alone, "ROWS": shape.rows, "WARPS": shape.warps, "STAGES": shape.stages}
-    launch = {"num_warps": shape.warps, "num_stages": shape.stages, "PDL": pdl, "launch_pdl": pdl}
+    common = {"FORMAT": form, "ALONE": is_alone, "ROWS": shape.rows, "WARPS": shape.warps}
+    launch = {"num_warps": shape.warps, "PDL": pdl, "launch_pdl": pdl}
     _gate_up_kernel[(2 * inner // shape.out[0], count)](
         x, idx, *tiles, codes, scales, globals_, h, experts,
-        R=top_k, K=latent, F=inner, PARTS=parts, BN=shape.out[0], **common, **launch,
+        R=top_k, K=latent, F=inner, PARTS=parts, BN=shape.out[0], STAGES=shape.stages[0], **common, **launch,
     )  # fmt: skip
     codes, scales, globals_, _, form = _parts(down_EMF)
     _down_kernel[(latent // shape.out[1], count)](
         h, idx, *tiles, codes, scales, globals_, out, experts,
-        K=inner, N=latent, BN=shape.out[1], **common, **launch,
+        K=inner, N=latent, BN=shape.out[1], STAGES=shape.stages[1], **common, **launch,
     )  # fmt: skip
     return out
 
@@ -349,11 +354,18 @@ def _compiled(routes: int, packing: int, is_alone: bool = False) -> list[tuple[A
     codes, scales, globals_ = (("*bf16",) * 3, ("*i32", "*i32", "*u8"), ("*i32", "*fp8e4nv", "*fp32"))[packing]
     tiles = dict.fromkeys(("order_ptr", "expert_ptr", "start_ptr", "count_ptr"), "*i64" if is_alone else "*i32")
     types = {"idx_ptr": "*i64", **tiles, "codes_ptr": codes, "scales_ptr": scales, "global_ptr": globals_, "E": "i32"}
-    cut = {"ROWS": shape.rows, "WARPS": shape.warps, "STAGES": shape.stages, "PDL": True}
-    common = {"FORMAT": packing, "ALONE": is_alone, **cut}
-    options = {"num_warps": shape.warps, "num_stages": shape.stages, "launch_pdl": True}
-    gate_up = {"R": 8, "K": 4096, "F": 1024, "PARTS": 2 if packing == NV.value else 1, "BN": shape.out[0], **common}
-    down = {"K": 1024, "N": 4096, "BN": shape.out[1], **common}
+    common = {"FORMAT": packing, "ALONE": is_alone, "ROWS": shape.rows, "WARPS": shape.warps, "PDL": True}
+    options = {"num_warps": shape.warps, "launch_pdl": True}
+    gate_up = {
+        "R": 8,
+        "K": 4096,
+        "F": 1024,
+        "PARTS": 2 if packing == NV.value else 1,
+        "BN": shape.out[0],
+        "STAGES": shape.stages[0],
+        **common,
+    }
+    down = {"K": 1024, "N": 4096, "BN": shape.out[1], "STAGES": shape.stages[1], **common}
     return [
         (_gate_up_kernel, {"x_ptr": "*bf16", "h_ptr": "*bf16", **types}, gate_up, options),
         (_down_kernel, {"h_ptr": "*bf16", "out_ptr": "*bf16", **types}, down, options),
@@ -365,7 +377,7 @@ COMPILED = [  # kernel, types of its arguments, constants, options: as for the r
         _order_kernel,
         {"idx_ptr": "*i64", **dict.fromkeys(("order_ptr", "expert_ptr", "start_ptr", "count_ptr"), "*i32"),
          "P": "i32", "E": "i32"},
-        {"PP": 128, "EE": 256, "CC": 256, "ROWS": FEW_ROWS, "STEP": 32, "PDL": True},
+        {"PP": 1024, "EE": 256, "CC": 256, "ROWS": FEW_ROWS, "STEP": 32, "AT_ONCE": 32, "PDL": True},
         {"num_warps": 8, "launch_pdl": True},
     ),
     (

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels import reference
-from muse_fn.kernels.gpu import dot, inputs_ready, overlaps, prefetch
+from muse_fn.kernels.gpu import dot, inputs_ready, overlaps, prefetch, rounded
 from muse_fn.kernels.packed import Weight
 
 FEW = tl.constexpr(4)
@@ -29,7 +29,7 @@ WARPS = tl.constexpr(4)
 def _input(x_ptr, token, T, k, here, K: tl.constexpr, dtype: tl.constexpr):
     """Some inputs of one token, or of the last one, rounded to the matrix's dtype."""
     at = x_ptr + tl.minimum(token, T - 1).to(tl.int64) * K + k
-    return tl.load(at, mask=here, other=0.0).to(dtype).to(tl.float32)[None, :]
+    return rounded(tl.load(at, mask=here, other=0.0).to(tl.float32), dtype).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -55,11 +55,11 @@ def _rows(x_ptr, w_ptr, y_ptr, n, first, N, T, K: tl.constexpr, OUT: tl.constexp
             c += w * _input(x_ptr, first + 2, T, k, here, K, dtype)
             d += w * _input(x_ptr, first + 3, T, k, here, K, dtype)
     y_ptr += first.to(tl.int64) * N + out
-    tl.store(y_ptr, tl.sum(a, 1).to(dtype), mask=valid)
+    tl.store(y_ptr, rounded(tl.sum(a, 1), dtype), mask=valid)
     if not ALONE:
-        tl.store(y_ptr + N, tl.sum(b, 1).to(dtype), mask=valid & (first + 1 < T))
-        tl.store(y_ptr + 2 * N, tl.sum(c, 1).to(dtype), mask=valid & (first + 2 < T))
-        tl.store(y_ptr + 3 * N, tl.sum(d, 1).to(dtype), mask=valid & (first + 3 < T))
+        tl.store(y_ptr + N, rounded(tl.sum(b, 1), dtype), mask=valid & (first + 1 < T))
+        tl.store(y_ptr + 2 * N, rounded(tl.sum(c, 1), dtype), mask=valid & (first + 2 < T))
+        tl.store(y_ptr + 3 * N, rounded(tl.sum(d, 1), dtype), mask=valid & (first + 3 < T))
 
 
 @triton.jit
@@ -73,9 +73,11 @@ def _dots(x_ptr, w_ptr, y_ptr, n, N, T, K: tl.constexpr, ROWS: tl.constexpr, STE
     for step in tl.range(0, K // (WARPS * STEP), num_stages=STAGES):
         w = tl.load(w_ptr + row[None, :, None] + part[:, None, None] + step * STEP + k[None, None, :])
         x = tl.load(x_ptr + token[None, None, :] + part[:, None, None] + step * STEP + k[None, :, None])
-        acc = dot(w, x.to(w.dtype), acc)
+        if x.dtype != w.dtype:
+            x = rounded(x, w.dtype)
+        acc = dot(w, x, acc)
     to = y_ptr + t[None, :].to(tl.int64) * N + out[:, None]
-    tl.store(to, tl.sum(acc, 0).to(w_ptr.dtype.element_ty), mask=(out < N)[:, None] & (t < T)[None, :])
+    tl.store(to, rounded(tl.sum(acc, 0), w_ptr.dtype.element_ty), mask=(out < N)[:, None] & (t < T)[None, :])
 
 
 @triton.jit

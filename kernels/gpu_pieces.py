@@ -11,22 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import INTERPRETED, inputs_ready, overlaps
+from muse_fn.kernels.gpu import inputs_ready, overlaps, rounded
 from muse_fn.kernels.norms import Gain, Mix
 from muse_fn.kernels.pieces import Joined
 
 WIDEST = 8192  # columns of a row that the registers of one program hold together with its vectors
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@triton.jit
-def _rounded(x, out):
-    """float32 as what `out` points to; the interpreter would cut the lower half off where the device rounds."""
-    if INTERPRETED and out.dtype.element_ty == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
-        x = bits.to(tl.float32, bitcast=True)
-    return x.to(out.dtype.element_ty)
 
 
 @triton.jit
@@ -43,7 +33,7 @@ def _normed_kernel(x, norm, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.c
     v = tl.load(x + row * x_stride + cols, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
     factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
     v = v * _inverse_rms(v, eps, WIDTH) * factor
-    tl.store(out + row * WIDTH + cols, _rounded(v, out), inside)
+    tl.store(out + row * WIDTH + cols, rounded(v, out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -82,7 +72,7 @@ def _join_kernel(
     tl.store(h_out + row * WIDTH + cols, s, inside)
     if HAS_NORM:
         a = s * _inverse_rms(s, eps, WIDTH) * factor
-        tl.store(a_out + row * WIDTH + cols, _rounded(a, a_out), inside)
+        tl.store(a_out + row * WIDTH + cols, rounded(a, a_out.dtype.element_ty), inside)
 
 
 @triton.jit

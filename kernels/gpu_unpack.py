@@ -10,7 +10,7 @@ E2M1 in the low bits of a bfloat16's exponent and the high bit of its mantissa i
 subnormal included; one product brings it back, another applies the scale of its block.
 """
 
-# pyright: basic
+# pyright: basic, reportArgumentType=false
 import triton
 import triton.language as tl
 
@@ -84,7 +84,7 @@ def _value(nibble):
 @triton.jit
 def _scaled(codes, scale, at: tl.constexpr):
     """The code at bit `at` of each register, for the interpreter."""
-    return (_value((codes >> at) & 15) * (scale << 16).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+    return (_value((codes >> at) & 15) * (scale << 16).to(tl.float32, bitcast=True)).to(tl.bfloat16)  # exact
 
 
 @triton.jit

@@ -52,7 +52,7 @@ EAGER = Ops(
     cpu.attend_blocks,
     cpu.expert_rows,
     partial(pieces.linears, linear=cpu.linear),
-    "weights on the left, routes sorted by expert, fused attention, long contexts in tiles",
+    "products in the order of factors that is faster here, routes sorted by expert, attention fused and in tiles",
 )
 
 INVARIANT = Ops(

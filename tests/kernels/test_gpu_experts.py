@@ -63,9 +63,9 @@ def test_expert_rows(seed: int, tokens: int, top_k: int, experts: int, spread: i
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("tokens", "shape"), [
-    (1, Shape(16, (64, 64), 4, 2)),
-    (3, Shape(16, (128, 64), 4, 2)),
-    (40, Shape(32, (128, 128), 8, 2)),
+    (1, Shape(16, (64, 64), 4, (2, 2))),
+    (3, Shape(16, (128, 64), 4, (2, 2))),
+    (40, Shape(32, (128, 128), 8, (2, 2))),
 ])  # fmt: skip
 def test_however_the_work_is_cut(form: str, tokens: int, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(*sizes: int) -> Shape:
