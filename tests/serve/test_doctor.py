@@ -1,6 +1,7 @@
 """`muse-fn doctor`: what it says is so, in both forms; devices that are not there are played."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -35,6 +36,11 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         return out, err
 
     return run
+
+
+def unwrapped(table: str) -> str:
+    """What a table says, however narrow it had to be: without its lines and line breaks."""
+    return " ".join(re.sub("[\u2500-\u257f]", " ", table).split())
 
 
 @pytest.fixture
@@ -81,9 +87,9 @@ def test_the_table_says_the_same(shown: Shown) -> None:
     assert BANNER in beside
     here = found["devices"][0]
     for words in (torch.__version__, here["name"], here["why"], here["captures"], here["bfloat16_products"]):
-        assert words in text, words
+        assert words in unwrapped(text), words
     for words in ("nothing here has ever run on one", "present", "kernels/cpu.py: linear, attend"):
-        assert words in text, words
+        assert words in unwrapped(text), words
     for library, is_installed in found["libraries"].items():
         line = next(line for line in text.splitlines() if library in line.split())
         assert ("not installed" in line) != is_installed
@@ -94,7 +100,7 @@ def test_what_follows_from_matrix_units(
     has_units: bool, said: str, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "has_matrix_units", lambda: has_units)
-    assert said in shown()[0]
+    assert said in unwrapped(shown()[0])
     assert json.loads(shown("--json")[0])["devices"][0]["matrix_units"] == has_units
 
 
@@ -112,7 +118,7 @@ def test_every_cuda_device_is_listed_with_its_forms(shown: Shown) -> None:
     assert found["absent"].keys() == {"hpu"}
     text, _ = shown()
     for words in ("Large Card, 139 GiB, compute capability 9.0", "compute capability 6.1: needs 8.0", STATIC.why):
-        assert words in text, words
+        assert words in unwrapped(text), words
 
 
 @pytest.mark.parametrize("table", [REFERENCE, EAGER, INVARIANT, STATIC])
@@ -135,6 +141,6 @@ def test_a_missing_model_and_missing_libraries_are_no_error(
     damaged = json.loads(shown("--json")[0])["embedded"]
     assert not damaged["is_present"]
     assert damaged["problem"]
-    text, _ = shown()
+    text = unwrapped(shown()[0])
     assert "missing: " in text
     assert "not installed: forms for CUDA devices" in text
