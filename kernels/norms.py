@@ -63,8 +63,9 @@ def mix(gate: Tensor, temperature: float) -> Mix:
     return Mix(alpha, beta)
 
 
-def residual_gate(residual: Tensor, branch: Tensor, gate: Tensor | Mix, temperature: float) -> Tensor:
-    """alpha * residual + beta * branch per channel; the gate as the checkpoint has it, or worked out."""
+def residual_gate(residual: Tensor, branch: Tensor, gate: Tensor | Mix, temperature: float = 1.0) -> Tensor:
+    """alpha * residual + beta * branch per channel; the gate as the checkpoint has it with its temperature, or worked
+    out."""
     alpha, beta = gate if isinstance(gate, Mix) else mix(gate, temperature)
     return alpha * residual.float() + beta * branch.float()
 

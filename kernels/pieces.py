@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.norms import Gain, Mix, Rotary, centred_norm, input_scaled_norm, plain_norm, rotate
+from muse_fn.kernels.norms import Gain, Mix, Rotary, centred_norm, input_scaled_norm, plain_norm, residual_gate, rotate
 from muse_fn.kernels.packed import Weight
 from muse_fn.kernels.reference import linear, sigmoid, write_rows
 
@@ -50,7 +50,7 @@ def join(
     h' = alpha h + beta b with b = y / rms(y), y = branch or branch * scale; a = h' / rms(h') * norm, in `dtype`.
     """
     b = plain_norm(branch, post_eps) if scale is None else input_scaled_norm(branch, scale, post_eps)
-    h = mix.alpha * h + mix.beta * b
+    h = residual_gate(h, b, mix)
     return Joined(h, h if norm is None else normed(h, norm, eps, dtype))
 
 

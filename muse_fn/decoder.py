@@ -142,16 +142,22 @@ def stage_layers(
 ) -> Hidden:
     """All layers of this tree on a stream; `config` has these layers and no others."""
     routes: list[Tensor | tuple[()]] = []
-    norms = [*(s.attn_norm for s in every), None]  # each layer ends with the norm that the next one starts with
-    a = ops.normed(h_BTH, every[0].attn_norm, config.rms_norm_eps, _input_dtype(params.layers[0]))
+    # Each layer ends with the norm that the next one starts with, in its dtype.
+    first, *coming = [Coming(s.attn_norm, p.attn.q.dtype) for p, s in zip(params.layers, every, strict=True)]
+    coming.append(Coming(None, torch.float32))
+    assert first.norm is not None
+    a = ops.normed(h_BTH, first.norm, config.rms_norm_eps, first.dtype)
     for i, (p, s) in enumerate(zip(params.layers, every, strict=True)):
-        (h_BTH, a), kv, taken = decoder_layer(p, s, norms[i + 1], Joined(h_BTH, a), kv, i, step, config, ops, mesh)
+        (h_BTH, a), kv, taken = decoder_layer(p, s, coming[i], Joined(h_BTH, a), kv, i, step, config, ops, mesh)
         routes.append(taken)
     return Hidden(h_BTH, kv, tuple(routes))
 
 
-def _input_dtype(p: Layer) -> torch.dtype:
-    return p.attn.q.dtype
+class Coming(NamedTuple):
+    """What the layer after this one wants of the stream."""
+
+    norm: Gain | None  # None: there is none
+    dtype: torch.dtype
 
 
 class Scales(NamedTuple):
@@ -208,7 +214,7 @@ def _rows_of(table_VH: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
 def decoder_layer(
     p: Layer,
     s: Scales,
-    next_norm: Gain | None,
+    coming: Coming,
     stream: Joined,
     kv: Cache,
     layer: int,
@@ -219,14 +225,14 @@ def decoder_layer(
 ) -> tuple[Joined, Cache, Tensor | tuple[()]]:
     """Two branches, each between two norms and blended into the stream by its residual gate; and the routes taken.
 
-    The stream comes normed for the first branch and leaves normed by `next_norm`.
+    The stream comes normed for the first branch and leaves normed for what is `coming`.
     """
     post_eps, eps = config.post_norm_eps, config.rms_norm_eps
     h, a = stream
     b, kv = attention(p.attn, a, kv, layer, step, config, ops, mesh)
     h, m = ops.join(h, b, None, s.attn_gate, s.mlp_norm, post_eps, eps, torch.float32)
     f, taken = mlp(p.mlp, m, config, ops, mesh, s.moe)
-    return ops.join(h, f, s.mlp_post_norm, s.mlp_gate, next_norm, post_eps, eps, _input_dtype(p)), kv, taken
+    return ops.join(h, f, s.mlp_post_norm, s.mlp_gate, coming.norm, post_eps, eps, coming.dtype), kv, taken
 
 
 def logits(params: Params, h: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, *, gathered: bool = True) -> Tensor:

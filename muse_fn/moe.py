@@ -6,23 +6,12 @@ from torch import Tensor
 
 from muse_fn.kernels.norms import Gain, gain
 from muse_fn.kernels.packed import logical_shape
-from muse_fn.kernels.pieces import Routes
-from muse_fn.kernels.select import REFERENCE, Ops
+from muse_fn.kernels.select import Ops
 from muse_fn.params.config import Config
-from muse_fn.params.tree import Dense, Experts, MoE, Router
+from muse_fn.params.tree import Dense, Experts, MoE
 from muse_fn.sharding.collectives import gather, psum
 from muse_fn.sharding.mesh import ONE, STAGE, Mesh
 from muse_fn.sharding.rules import rules_of
-
-
-def route(p: Router, m_TH: Tensor, config: Config, ops: Ops = REFERENCE) -> Routes:
-    """The experts of each token, chosen and weighted in float32; `pieces.route` has the equations."""
-    (logits,) = ops.linears(m_TH.float(), (p.weight,))
-    return _routes(logits, p, config, ops)
-
-
-def _routes(logits_TE: Tensor, p: Router, config: Config, ops: Ops) -> Routes:
-    return ops.route(logits_TE, p.bias, config.top_k, config.output_multiplier, config.routed_scaling_factor)
 
 
 def rows_of_routes(p: Experts, u_TM: Tensor, idx_TR: Tensor, ops: Ops, mesh: Mesh = ONE) -> Tensor:
@@ -49,7 +38,8 @@ def moe(
     """The mixture of experts on normed tokens: [T, H] -> [T, H], and the experts each token took, [T, R]."""
     s = s or MoEScales(gain(p.squeeze_norm), gain(p.experts.norm))
     logits, squeezed = ops.linears(m_TH, (p.router.weight, p.squeeze))
-    routes = _routes(logits, p.router, config, ops)
+    factors = config.output_multiplier, config.routed_scaling_factor
+    routes = ops.route(logits, p.router.bias, config.top_k, *factors)
     squeezed = gather(squeezed, mesh, rules_of(mesh).get("squeezed", ()))
     u = ops.normed(squeezed, s.squeeze_norm, config.rms_norm_eps, p.squeeze.dtype)
     rows = rows_of_routes(p.experts, u, routes.idx_TR, ops, mesh)

@@ -1,6 +1,6 @@
 """The CPU forms equal the reference: any sizes, any routing, any weights, any positions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -150,6 +150,14 @@ def weights(form: str, seed: int, experts: int, inner: int, latent: int) -> tupl
 
 
 ROUTINGS = st.sampled_from(["random", "one takes all", "some empty", "even"])
+
+
+@pytest.fixture(params=[False, True], ids=["plain units", "matrix units"], autouse=True, scope="module")
+def units(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every form is right on every processor; which is faster is another question."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "has_matrix_units", lambda: request.param)
+        yield
 
 
 def routing(kind: str, seed: int, count: int, routes: int, experts: int) -> Tensor:

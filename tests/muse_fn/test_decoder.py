@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from muse_fn.decoder import Chunk, embed, forward, hidden_states, logits
-from muse_fn.kernels.norms import final_norm
+from muse_fn.kernels.norms import Gain, final_norm
+from muse_fn.kernels.pieces import Joined
 from muse_fn.kernels.select import EAGER, REFERENCE
 from muse_fn.params.config import Config
 from muse_fn.params.schema import sparse_layers
@@ -228,3 +230,24 @@ def map_last(params: Params, config: Config, which: Callable[[str], bool], facto
         sparse_layers(config),
         {path: w * factor if which(path) and isinstance(w, Tensor) else w for path, w in named(params).items()},
     )
+
+
+@pytest.mark.parametrize("narrow", [0, 1])
+def test_a_layer_gets_the_stream_in_its_own_dtype(narrow: int) -> None:
+    """Not in that of the layer before, which norms it for this one."""
+    config = replace(SMALL, layers=2, layer_types=(), layer_rope_theta=(), mlp_layer_types=())
+    params, seen = random_params(config, 0), list[torch.dtype]()
+    layers = [map_tensors(Tensor.bfloat16, p) if n == narrow else p for n, p in enumerate(params.layers)]
+
+    def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
+        seen.append(dtype)
+        return REFERENCE.normed(x, norm, eps, dtype)
+
+    def join(*args: Any) -> Joined:
+        seen.append(args[-1])
+        return REFERENCE.join(*args)
+
+    ops = replace(REFERENCE, normed=normed, join=join)
+    forward(params._replace(layers=tuple(layers)), torch.arange(6)[None], config, ops=ops)
+    starts = [seen[0], seen[3]]  # normed for layer 0, a join, the experts' input normed, the join that ends layer 0
+    assert starts == [torch.bfloat16 if n == narrow else torch.float32 for n in (0, 1)]

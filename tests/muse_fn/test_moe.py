@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from muse_fn.kernels.norms import gain
+from muse_fn.kernels.pieces import Routes
 from muse_fn.kernels.select import EAGER, REFERENCE, Ops
-from muse_fn.moe import MoEScales, dense, mlp, moe, route
+from muse_fn.moe import MoEScales, dense, mlp, moe
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Dense, Experts, MoE, Router
 from tests.models import SEEDS, SMALL, close, configs, far, random_params, snapshot, unchanged
@@ -35,6 +36,13 @@ def weights(expert: Experts) -> tuple[Tensor, Tensor]:
     assert isinstance(expert.gate_up, Tensor)
     assert isinstance(expert.down, Tensor)
     return expert.gate_up, expert.down
+
+
+def route(p: Router, m: Tensor, config: Config) -> Routes:
+    """The experts of each token, as `moe` finds them."""
+    logits = REFERENCE.linear(m.float(), p.weight)
+    factors = config.output_multiplier, config.routed_scaling_factor
+    return REFERENCE.route(logits, p.bias, config.top_k, *factors)
 
 
 def unit(x: Tensor, eps: float) -> Tensor:
