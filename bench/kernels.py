@@ -25,6 +25,7 @@ from torch import Tensor
 from muse_fn.kernels import gpu_ops, pieces, reference
 from muse_fn.kernels.norms import Gain, Mix, rotary_angles
 from muse_fn.kernels.packed import MXFP4, NVFP4, Weight
+from muse_fn.kernels.pieces import Chosen
 from muse_fn.sample import Sampling, draws, sample
 
 HIDDEN, LATENT, INNER, EXPERTS, TOP_K = 8192, 4096, 1024, 128, 8
@@ -106,7 +107,7 @@ def piece_checks() -> Iterator[Check]:
     gain, scale = Gain(torch.rand(HIDDEN, device=CUDA)), Gain(torch.rand(HIDDEN, device=CUDA) + 0.5)
     mix, small = Mix(*torch.rand(2, HIDDEN, device=CUDA)), Gain(torch.rand(LATENT, device=CUDA) + 0.5)
     for tokens in (1, 3, 64, 4096):
-        h, branch = randn(1, tokens, HIDDEN), randn(1, tokens, HIDDEN, dtype=BF16)
+        h, branch = randn(1, tokens, HIDDEN), randn(8, 1, tokens, HIDDEN // 8, dtype=BF16)
         for name, args, bound in (
             ("join, float32", (h, branch, None, mix, gain, EPS, EPS, torch.float32), EXACT),
             ("join, bfloat16", (h, branch, scale, mix, gain, EPS, EPS, BF16), ROUNDED),
@@ -116,8 +117,8 @@ def piece_checks() -> Iterator[Check]:
         rows, weight = randn(tokens, TOP_K, LATENT, dtype=BF16), torch.rand(tokens, TOP_K, device=CUDA)
         yield Check(
             f"blend, {tokens}",
-            lambda y=rows, w=weight: [gpu_ops.blend(y, w, small, EPS)],
-            lambda y=rows, w=weight: [pieces.blend(y, w, small, EPS)],
+            lambda y=rows, w=weight: [gpu_ops.blend(y, w, small, EPS, torch.float32)],
+            lambda y=rows, w=weight: [pieces.blend(y, w, small, EPS, torch.float32)],
             EXACT,
         )
         q, k, v = (randn(1, tokens, n * HEAD_DIM, dtype=BF16) for n in (HEADS, KV_HEADS, KV_HEADS))
@@ -134,13 +135,16 @@ def piece_checks() -> Iterator[Check]:
             lambda o=o, g=gate: [pieces.gated(o, g, EPS, BF16)],
             ROUNDED,
         )
-        logits, bias = randn(tokens, 256), randn(256, scale=0.1)
-        yield Check(
-            f"route, {tokens}",
-            lambda z=logits, b=bias: [x.float() for x in gpu_ops.route(z, b, TOP_K, 1.0, 2.5)],
-            lambda z=logits, b=bias: [x.float() for x in pieces.route(z, b, TOP_K, 1.0, 2.5)],
-            EXACT,
-        )
+        args = (randn(tokens, 256), randn(256, scale=0.1), TOP_K, 1.0, 2.5, randn(8, tokens, LATENT // 8, dtype=BF16))
+        for what, bound in (("routes", EXACT), ("u", ROUNDED)):
+            yield Check(f"choose, {what}, {tokens}", partial(chosen_by, gpu_ops.choose, what, *args, small, EPS, BF16),
+                        partial(chosen_by, pieces.choose, what, *args, small, EPS, BF16), bound)  # fmt: skip
+
+
+def chosen_by(form: Callable[..., Chosen], what: str, *args: object) -> list[Tensor]:
+    """The routes, or what goes into the experts."""
+    found = form(*args)
+    return [x.float() for x in found.routes] if what == "routes" else [found.u_TM]
 
 
 def placed(form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, rotary: object, dtype: torch.dtype,
@@ -177,15 +181,13 @@ def attention_checks() -> Iterator[Check]:
 
 
 def other_checks() -> Iterator[Check]:
-    """Products of few rows, and the draw."""
-    for tokens in (1, 2, 4, 16, 17):
+    """Products of few rows, the router's against float64, and the draw."""
+    for tokens in (1, 2, 4, 16, 17, 4096):
         x, ws = randn(tokens, HIDDEN), [randn(256, HIDDEN, scale=0.01), randn(512, HIDDEN, dtype=BF16, scale=0.01)]
-        yield Check(
-            f"linears, {tokens}",
-            lambda x=x, ws=ws: [y.float() for y in gpu_ops.linears(x, ws)],
-            lambda x=x, ws=ws: [reference.linear(x, w).float() for w in ws],
-            ROUNDED,
-        )
+        yield Check(f"linears, {tokens}", lambda x=x, ws=ws: [y.float() for y in gpu_ops.linears(x, ws)],
+                    lambda x=x, ws=ws: [reference.linear(x, w).float() for w in ws], ROUNDED)  # fmt: skip
+        yield Check(f"router, {tokens}", lambda x=x, w=ws[0]: [gpu_ops.linear(x, w)],
+                    lambda x=x, w=ws[0]: [(x.double() @ w.double().T).float()], EXACT / 4)  # fmt: skip
     for rows in (1, 5, 64):
         logits, pos = randn(rows, 25_256, scale=3.0), torch.arange(rows, device=CUDA)
         draw = draws([Sampling(0.0 if n % 3 == 0 else 0.8, seed=n) for n in range(rows)], 25_256, "cuda")
@@ -308,22 +310,24 @@ def piece_times(tokens: Sequence[int]) -> Iterator[Time]:
     small, bias = Gain(torch.rand(LATENT, device=CUDA)), randn(256)
     arenas = [torch.zeros(600, 16, KV_HEADS, HEAD_DIM, dtype=BF16, device=CUDA) for _ in "kv"]
     for rows in (*tokens, 4096):
-        h, branch = randn(1, rows, HIDDEN), randn(1, rows, HIDDEN, dtype=BF16)
+        h, branch = randn(1, rows, HIDDEN), randn(1, 1, rows, HIDDEN, dtype=BF16)
         q, k, v = (randn(1, rows, n * HEAD_DIM, dtype=BF16) for n in (HEADS, KV_HEADS, KV_HEADS))
         pos = torch.arange(rows, device=CUDA)[None] + 7
         rotary, o, gate = rotary_angles(pos, HEAD_DIM, 5e5), randn(1, rows, HEADS, HEAD_DIM, dtype=BF16), q
-        y, weight, logits = (
-            randn(rows, TOP_K, LATENT, dtype=BF16),
-            torch.rand(rows, TOP_K, device=CUDA),
-            randn(rows, 256),
-        )
+        y, weight, logits = randn(rows, TOP_K, LATENT, dtype=BF16), randn(rows, TOP_K), randn(rows, 256)
         calls: dict[str, tuple[Callable[[], object], float]] = {
             "join": (partial(gpu_ops.join, h, branch, None, mix, gain, EPS, EPS, torch.float32), 14.0 * rows * HIDDEN),
-            "normed": (partial(gpu_ops.normed, y[:, 0], small, EPS, BF16), 4.0 * rows * LATENT),
+            "normed": (partial(gpu_ops.normed, h, gain, EPS, BF16), 6.0 * rows * HIDDEN),
             "place": (partial(gpu_ops.place, q, k, v, rotary, 1.0, EPS, *arenas, pos.flatten()), 5.0 * rows * 1280),
             "gated": (partial(gpu_ops.gated, o, gate, EPS, BF16), 6.0 * rows * 1024),
-            "route": (partial(gpu_ops.route, logits, bias, TOP_K, 1.0, 2.5), 4.0 * rows * 256),
-            "blend": (partial(gpu_ops.blend, y, weight, small, EPS), 2.0 * rows * TOP_K * LATENT + 4 * rows * LATENT),
+            "choose": (
+                partial(gpu_ops.choose, logits, bias, TOP_K, 1.0, 2.5, y[None, :, 0], small, EPS, BF16),
+                4.0 * rows * 256 + 6.0 * rows * LATENT,
+            ),
+            "blend": (
+                partial(gpu_ops.blend, y, weight, small, EPS, BF16),
+                2.0 * rows * TOP_K * LATENT + 4 * rows * LATENT,
+            ),
         }
         for name, (call, size) in calls.items():
             yield Time(f"{name}, {rows:,} rows", microseconds([call] * 4), size)

@@ -42,13 +42,13 @@ def _left(w: Tensor, x: Tensor) -> Tensor:
     return torch.mv(w, x[0]).unsqueeze(1) if len(x) == 1 else F.linear(w, x)
 
 
-def linear(x: Tensor, w: Weight) -> Tensor:
+def linear(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """reference.linear with the weight on the left when the rows are few and bfloat16."""
     rows = x.numel() // x.shape[-1]
     if not isinstance(w, Tensor) or w.dtype != torch.bfloat16 or rows > FEW_ROWS:
-        return reference.linear(x, w)
+        return reference.linear(x, w, dtype)
     x = x.to(w.dtype)
-    return _left(w, x.flatten(0, -2)).t().contiguous().view(*x.shape[:-1], -1)
+    return _left(w, x.flatten(0, -2)).t().to(dtype or w.dtype).contiguous().view(*x.shape[:-1], -1)
 
 
 def attend(
@@ -120,8 +120,22 @@ def attend_blocks(
 
 
 @one_op  # on a device one launch: here routes are sorted and counted on the host
-def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
+def expert_rows(
+    u_TM: Tensor,
+    idx_TR: Tensor,
+    gate_up_EFM: Weight,
+    down_EMF: Weight,
+    *,
+    first: int = 0,
+    dtype: torch.dtype | None = None,
+    arranged: Tensor | tuple[()] | None = None,
+) -> Tensor:
     """reference.expert_rows with the routes sorted by expert: one pair of products per touched expert, or for all."""
+    del arranged
+    return _expert_rows(u_TM, idx_TR - first, gate_up_EFM, down_EMF).to(dtype or u_TM.dtype)
+
+
+def _expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
     if len(u_TM) == 1 and u_TM.dtype == torch.bfloat16:
         return _one_token(u_TM, idx_TR[0].tolist(), gate_up_EFM, down_EMF)
     routes, experts = idx_TR.flatten(), logical_shape(down_EMF)[0]
@@ -129,7 +143,7 @@ def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Wei
     if len(here) < len(routes):  # some experts are on other ranks: work on the others' routes alone
         out = u_TM.new_zeros(len(routes), u_TM.shape[-1])
         if len(here):
-            own = expert_rows(u_TM[here // idx_TR.shape[-1]], routes[here, None], gate_up_EFM, down_EMF)
+            own = _expert_rows(u_TM[here // idx_TR.shape[-1]], routes[here, None], gate_up_EFM, down_EMF)
             out.index_copy_(0, here, own.squeeze(1))
         return out.unflatten(0, idx_TR.shape)
     order = routes.argsort(stable=True)

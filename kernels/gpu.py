@@ -36,6 +36,14 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def bound(x):
+    """A bound of a loop: the interpreter's numbers are arrays of one element, which its ranges do not take."""
+    if INTERPRETED:
+        return int(x.handle.data.item())  # an assignment would make an array of it again
+    return x
+
+
+@triton.jit
 def inputs_ready(PDL: tl.constexpr):
     """Waits until the kernel before this one is done with what it writes and reads; then lets the next one start.
 
@@ -47,12 +55,20 @@ def inputs_ready(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers):
-    """Asks for these lines of memory, to be found in the level-2 cache: what a kernel can do while it waits."""
+def prefetch(pointer, size):
+    """Asks for `size` bytes, a multiple of 16, from a pointer on, to be found in the level-2 cache: what a program can
+    do while it waits. Compute capability 9.0."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels import gpu
-from muse_fn.kernels.gpu import INTERPRETED, dot, inputs_ready, overlaps, processors
+from muse_fn.kernels.gpu import bound, dot, inputs_ready, overlaps, processors
 from muse_fn.kernels.streamed import WORKSPACE
 
 MOST_ROWS, MOST_EXACT_ROWS = 64, 16  # heads of a group times new tokens: rows of a tile; of float32, in registers
@@ -57,14 +57,6 @@ def why_no_float8(device: torch.device, dtype: torch.dtype) -> str:
         return ""
     found = torch.cuda.get_device_capability(device)
     return "" if found >= OLDEST_FLOAT8 else f"compute capability {found[0]}.{found[1]}: float8 needs 8.9"
-
-
-@triton.jit
-def bound(x):
-    """A bound of a loop: the interpreter's numbers are arrays of one element, which its ranges do not take."""
-    if INTERPRETED:
-        return int(x.handle.data.item())  # an assignment would make an array of it again
-    return x
 
 
 @triton.jit

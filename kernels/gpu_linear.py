@@ -1,170 +1,296 @@
 """Products of few rows with plain matrices by Triton: every weight is read once, several matrices in one launch.
 
-One row, or a float32 matrix: a program takes a few rows of the matrix and all inputs of FEW tokens, in float32. More
-rows with a bfloat16 matrix: 16 rows of it on tensor cores, each warp a part of the inputs. Above MOST_ROWS the
-library's matrix product reads weights about as fast.
+One row: a program sums a few rows of a matrix in float32; its first weights are on their way before the inputs are
+there. More rows: bfloat16 matrices on tensor cores, each warp a part of the inputs; float32 matrices by float32 sums,
+since to split each factor into parts for tensor cores would take more instructions than these few products do. Above
+MOST_ROWS, and for large matrices above one row, the library's matrix product reads weights about as fast.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels import reference
-from muse_fn.kernels.gpu import dot, inputs_ready, overlaps, prefetch, rounded
+from muse_fn.kernels import gpu_exact, reference
+from muse_fn.kernels.gpu import dot, inputs_ready, overlaps, processors, rounded
 from muse_fn.kernels.packed import Weight
 
-FEW = tl.constexpr(4)
 MOST_ROWS = 16
 MOST_MATRICES = 4
-OUT, STEP = 2, 1024  # rows of a matrix that one program takes, and inputs of such a row at once
-DOT_OUT, DOT_STEPS, DOT_STAGES = tl.constexpr(16), (128, 64), 4  # the same on tensor cores, for each warp
-WARPS = tl.constexpr(4)
+LIBRARY_OUTPUTS = 1 << 16  # of a bfloat16 matrix and more than one row from which on the library is faster
+
+# One row of inputs.
+OUT, STEP = 2, 2048  # rows of a matrix for each program, and inputs of each at once; more rows if there are fewer
+WARPS = 4
+
+# More of them.
+FLOAT_OUT, FLOAT_STEP = 4, 1024  # the same for a float32 matrix
+TOKENS = (4, 8)  # rows of inputs for such a program: the first where that is all
+BLOCKS = (16, 32, 64)  # rows of a bfloat16 matrix in a product
+DOT_OUTS = (4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 28, 32, 40, 48, 64)  # of these, rows that one program may take
+DOT_STEP = 64  # inputs that one warp takes at once
+DOT_WARPS = 8
+MOST_STAGES = 7  # such steps on their way to a program at once
+HELD = (192 << 10, 96 << 10)  # most bytes of them: of a program, or of each where multiprocessors have several
+ALONE = 1.8  # how much faster a multiprocessor reads while others do not than while all do
 
 
 @triton.jit
-def _input(x_ptr, token, T, k, here, K: tl.constexpr, dtype: tl.constexpr):
-    """Some inputs of one token, or of the last one, rounded to the matrix's dtype."""
-    at = x_ptr + tl.minimum(token, T - 1).to(tl.int64) * K + k
-    return rounded(tl.load(at, mask=here, other=0.0).to(tl.float32), dtype).to(tl.float32)[None, :]
+def _one_row(x_ptr, w_ptr, y_ptr, n, N, K: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+    """Rows n .. n + OUT of one matrix with one row of inputs, in float32. Some are loaded while others are summed.
 
-
-@triton.jit
-def _rows(x_ptr, w_ptr, y_ptr, n, first, N, T, K: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr,
-          ALONE: tl.constexpr):  # fmt: skip
-    """Rows n .. n + OUT of one matrix with the inputs of FEW tokens from `first` on, in float32."""
-    out = n + tl.arange(0, OUT)
-    valid = out < N
+    Columns stand first, those next to each other last: so a thread has the same columns of all rows and of the inputs,
+    16 bytes of a row at once, and adds up what it has.
+    """
     dtype = w_ptr.dtype.element_ty
-    # A sum for every token; of those beyond one that is ALONE nothing is computed.
-    a = tl.zeros((OUT, STEP), tl.float32)
-    b = tl.zeros((OUT, STEP), tl.float32)
-    c = tl.zeros((OUT, STEP), tl.float32)
-    d = tl.zeros((OUT, STEP), tl.float32)
+    wide: tl.constexpr = 128 // dtype.primitive_bitwidth
+    x_wide: tl.constexpr = min(wide, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    out, group = n + tl.arange(0, OUT), tl.arange(0, STEP // wide) * wide
+    row = tl.minimum(out, N - 1).to(tl.int64) * K  # what lies beyond is computed and not stored
+    k = group[:, None, None] + tl.arange(0, wide)[None, None, :]
+    part = tl.arange(0, wide // x_wide)[:, None] * x_wide + tl.arange(0, x_wide)[None, :]
+    x_k = group[:, None, None, None] + part[None, None, :, :]
+    at = w_ptr + row[None, :, None] + k
+    w = tl.load(at, mask=(k < K) | (K % STEP == 0), other=0.0)
+    inputs_ready(PDL)
+    acc = tl.zeros((STEP // wide, OUT), tl.float32)
     for start in range(0, K, STEP):
-        k = start + tl.arange(0, STEP)
-        here = k < K
-        w = tl.load(w_ptr + out[:, None].to(tl.int64) * K + k[None, :], mask=valid[:, None] & here[None, :], other=0.0)
-        w = w.to(tl.float32)
-        a += w * _input(x_ptr, first, T, k, here, K, dtype)
-        if not ALONE:
-            b += w * _input(x_ptr, first + 1, T, k, here, K, dtype)
-            c += w * _input(x_ptr, first + 2, T, k, here, K, dtype)
-            d += w * _input(x_ptr, first + 3, T, k, here, K, dtype)
-    y_ptr += first.to(tl.int64) * N + out
-    tl.store(y_ptr, rounded(tl.sum(a, 1), dtype), mask=valid)
-    if not ALONE:
-        tl.store(y_ptr + N, rounded(tl.sum(b, 1), dtype), mask=valid & (first + 1 < T))
-        tl.store(y_ptr + 2 * N, rounded(tl.sum(c, 1), dtype), mask=valid & (first + 2 < T))
-        tl.store(y_ptr + 3 * N, rounded(tl.sum(d, 1), dtype), mask=valid & (first + 3 < T))
+        left = K - start
+        x = tl.load(x_ptr + start + x_k, mask=(x_k < left) | (K % STEP == 0), other=0.0)
+        if K % STEP:
+            ahead = tl.load(at + start + STEP, mask=k < left - STEP, other=0.0)
+        else:
+            ahead = tl.load(at + start + STEP, mask=left > STEP, other=0.0)
+        x = tl.reshape(rounded(x.to(tl.float32), dtype), (STEP // wide, 1, wide))
+        acc += tl.sum(w.to(tl.float32) * x.to(tl.float32), 2)
+        w = ahead
+    tl.store(y_ptr + out, rounded(tl.sum(acc, 0), y_ptr.dtype.element_ty), mask=out < N)
 
 
 @triton.jit
-def _dots(x_ptr, w_ptr, y_ptr, n, N, T, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr):
-    """Rows n .. n + DOT_OUT of one matrix with T inputs, ROWS at most; K is a multiple of WARPS * STEP."""
-    out, t, k = n + tl.arange(0, DOT_OUT), tl.arange(0, ROWS), tl.arange(0, STEP)
-    part = tl.arange(0, WARPS) * (K // WARPS)
-    row = tl.minimum(out, N - 1).to(tl.int64) * K  # what lies beyond is computed and not stored: no masks in the loop
-    token = tl.minimum(t, T - 1).to(tl.int64) * K
-    acc = tl.zeros((WARPS, DOT_OUT, ROWS), tl.float32)
-    for step in tl.range(0, K // (WARPS * STEP), num_stages=STAGES):
-        w = tl.load(w_ptr + row[None, :, None] + part[:, None, None] + step * STEP + k[None, None, :])
-        x = tl.load(x_ptr + token[None, None, :] + part[:, None, None] + step * STEP + k[None, :, None])
-        if x.dtype != w.dtype:
-            x = rounded(x, w.dtype)
-        acc = dot(w, x, acc)
+def _sums(
+    x_ptr, w_ptr, y_ptr, n, first, N, T,
+    K: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows n .. n + OUT of one matrix with TOKENS rows of inputs from `first` on, in float32."""
+    dtype = w_ptr.dtype.element_ty
+    wide: tl.constexpr = 128 // dtype.primitive_bitwidth
+    out, t, k = n + tl.arange(0, OUT), first + tl.arange(0, TOKENS), tl.arange(0, STEP)[None, None, :]
+    w_at = w_ptr + out.to(tl.int64)[:, None, None] * K + k
+    x_at = x_ptr + t[None, :, None] * K + k
+    mine, asked = (out < N)[:, None, None], (t < T)[None, :, None]  # no memory is read for others
+    acc = tl.zeros((OUT, TOKENS, STEP // wide), tl.float32)
+    for start in tl.range(0, K, STEP, num_stages=STAGES):
+        here = (k < K - start) | (K % STEP == 0)
+        w = tl.load(w_at + start, mask=mine & here, other=0.0).to(tl.float32)
+        x = tl.load(x_at + start, mask=asked & here, other=0.0).to(tl.float32)
+        both = w * rounded(x, dtype).to(tl.float32)
+        acc += tl.sum(tl.reshape(both, (OUT, TOKENS, STEP // wide, wide)), 3)  # what one thread has
     to = y_ptr + t[None, :].to(tl.int64) * N + out[:, None]
-    tl.store(to, rounded(tl.sum(acc, 0), w_ptr.dtype.element_ty), mask=(out < N)[:, None] & (t < T)[None, :])
+    y = rounded(tl.sum(acc, 2), y_ptr.dtype.element_ty)
+    tl.store(to, y, mask=(out < N)[:, None] & (t < T)[None, :])
 
 
 @triton.jit
-def _ask_for(w_ptr, n, N, K: tl.constexpr, OUT: tl.constexpr):
-    """Rows n .. n + OUT of one matrix, line by line of 128 bytes."""
-    line: tl.constexpr = 128 * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
-    lines: tl.constexpr = triton.next_power_of_2(OUT * K // line + 1)
-    last = (tl.minimum(n + OUT, N) - n).to(tl.int64) * K - 1
-    prefetch(w_ptr + n.to(tl.int64) * K + tl.minimum(tl.arange(0, lines) * line, last))
+def _dots(
+    x_ptr, w_ptr, y_ptr, n, N, T, out,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DOT_STEP: tl.constexpr, WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows n .. n + out of one matrix, BLOCK at most, with T rows of inputs, for which ROWS have a place."""
+    dtype = w_ptr.dtype.element_ty
+    steps: tl.constexpr = (K + WARPS * DOT_STEP - 1) // (WARPS * DOT_STEP)
+    row, t = tl.arange(0, BLOCK), tl.arange(0, ROWS)
+    k = tl.arange(0, WARPS)[:, None] * (steps * DOT_STEP) + tl.arange(0, DOT_STEP)[None, :]
+    mine, asked = (row < out) & (n + row < N), t < T  # no memory is read for others
+    w_at = w_ptr + (n + row).to(tl.int64)[None, :, None] * K + k[:, None, :]
+    x_at = x_ptr + t[None, None, :] * K + k[:, :, None]
+    acc = tl.zeros((WARPS, BLOCK, ROWS), tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        if K % (WARPS * DOT_STEP):
+            here = k < K - step * DOT_STEP
+            w = tl.load(w_at + step * DOT_STEP, mask=mine[None, :, None] & here[:, None, :], other=0.0)
+            x = tl.load(x_at + step * DOT_STEP, mask=asked[None, None, :] & here[:, :, None], other=0.0)
+        else:
+            w = tl.load(w_at + step * DOT_STEP, mask=mine[None, :, None], other=0.0)
+            x = tl.load(x_at + step * DOT_STEP, mask=asked[None, None, :], other=0.0)
+        if x.dtype != dtype:
+            x = rounded(x, dtype)
+        acc = dot(w, x, acc)
+    to = y_ptr + t[None, :].to(tl.int64) * N + n + row[:, None]
+    tl.store(to, rounded(tl.sum(acc, 0), y_ptr.dtype.element_ty), mask=mine[:, None] & asked[None, :])
 
 
 @triton.jit
-def _programs(w_ptr, N, T, OUT: tl.constexpr, DOTS: tl.constexpr):
-    if DOTS and w_ptr.dtype.element_ty == tl.bfloat16:
-        return tl.cdiv(N, DOT_OUT)
+def _programs(w_ptr, N, T, out, OUT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of one matrix."""
+    if BLOCK and w_ptr.dtype.element_ty == tl.bfloat16:
+        return tl.cdiv(N, out)
     else:
-        return tl.cdiv(N, OUT) * tl.cdiv(T, FEW)
+        return tl.cdiv(N, OUT) * tl.cdiv(T, TOKENS)
 
 
 @triton.jit
-def _one(x_ptr, w_ptr, y_ptr, at, N, T, K: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr,
-         DOT_STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    if DOT_STEP and w_ptr.dtype.element_ty == tl.bfloat16:
-        n = at * DOT_OUT
-        if PDL:
-            _ask_for(w_ptr, n, N, K, DOT_OUT)
+def _one(
+    x_ptr, w_ptr, y_ptr, at, N, T, out,
+    K: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, DOT_STEP: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, FLOAT_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if BLOCK and w_ptr.dtype.element_ty == tl.bfloat16:
         inputs_ready(PDL)
-        _dots(x_ptr, w_ptr, y_ptr, n, N, T, K, ROWS, DOT_STEP, STAGES)
+        _dots(x_ptr, w_ptr, y_ptr, at * out, N, T, out, K, ROWS, BLOCK, DOT_STEP, WARPS, STAGES)
     else:
-        groups = tl.cdiv(T, FEW)
+        groups = tl.cdiv(T, TOKENS)
         n = at // groups * OUT
-        if PDL:
-            _ask_for(w_ptr, n, N, K, OUT)
-        inputs_ready(PDL)
-        _rows(x_ptr, w_ptr, y_ptr, n, at % groups * FEW, N, T, K, OUT, STEP, ROWS == 1)
+        if BLOCK:
+            inputs_ready(PDL)
+            _sums(x_ptr, w_ptr, y_ptr, n, at % groups * TOKENS, N, T, K, OUT, TOKENS, STEP, FLOAT_STAGES)
+        else:
+            _one_row(x_ptr, w_ptr, y_ptr, n, N, K, OUT, STEP, PDL)
 
 
 @triton.jit
 def _linears_kernel(
-    x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, y0_ptr, y1_ptr, y2_ptr, y3_ptr, n0, n1, n2, n3, T,
-    K: tl.constexpr, ROWS: tl.constexpr, MATRICES: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr,
-    DOT_STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, y0_ptr, y1_ptr, y2_ptr, y3_ptr, n0, n1, n2, n3, T, out,
+    K: tl.constexpr, MATRICES: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DOT_STEP: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    FLOAT_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
-    p0 = _programs(w0_ptr, n0, T, OUT, DOT_STEP != 0)
-    p1 = p0 + _programs(w1_ptr, n1, T, OUT, DOT_STEP != 0)
-    p2 = p1 + _programs(w2_ptr, n2, T, OUT, DOT_STEP != 0)
+    p0 = _programs(w0_ptr, n0, T, out, OUT, TOKENS, BLOCK)
+    p1 = p0 + _programs(w1_ptr, n1, T, out, OUT, TOKENS, BLOCK)
+    p2 = p1 + _programs(w2_ptr, n2, T, out, OUT, TOKENS, BLOCK)
     if at < p0:
-        _one(x_ptr, w0_ptr, y0_ptr, at, n0, T, K, ROWS, OUT, STEP, DOT_STEP, STAGES, PDL)
+        _one(x_ptr, w0_ptr, y0_ptr, at, n0, T, out,
+             K, OUT, TOKENS, STEP, ROWS, BLOCK, DOT_STEP, WARPS, STAGES, FLOAT_STAGES, PDL)  # fmt: skip
     elif MATRICES > 1:
         if at < p1:
-            _one(x_ptr, w1_ptr, y1_ptr, at - p0, n1, T, K, ROWS, OUT, STEP, DOT_STEP, STAGES, PDL)
+            _one(x_ptr, w1_ptr, y1_ptr, at - p0, n1, T, out,
+                 K, OUT, TOKENS, STEP, ROWS, BLOCK, DOT_STEP, WARPS, STAGES, FLOAT_STAGES, PDL)  # fmt: skip
         elif MATRICES > 2:
             if at < p2:
-                _one(x_ptr, w2_ptr, y2_ptr, at - p1, n2, T, K, ROWS, OUT, STEP, DOT_STEP, STAGES, PDL)
+                _one(x_ptr, w2_ptr, y2_ptr, at - p1, n2, T, out,
+                     K, OUT, TOKENS, STEP, ROWS, BLOCK, DOT_STEP, WARPS, STAGES, FLOAT_STAGES, PDL)  # fmt: skip
             elif MATRICES > 3:
-                _one(x_ptr, w3_ptr, y3_ptr, at - p2, n3, T, K, ROWS, OUT, STEP, DOT_STEP, STAGES, PDL)
+                _one(x_ptr, w3_ptr, y3_ptr, at - p2, n3, T, out,
+                     K, OUT, TOKENS, STEP, ROWS, BLOCK, DOT_STEP, WARPS, STAGES, FLOAT_STAGES, PDL)  # fmt: skip
 
 
-def linears(x: Tensor, ws: Sequence[Weight]) -> tuple[Tensor, ...]:
-    """pieces.linears, by one launch where `why_not` has nothing to say."""
-    if why_not(x, ws):
-        return tuple(reference.linear(x, w) for w in ws)
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+class Form(NamedTuple):
+    """How a launch is divided: a runtime argument of the kernel, then its constants."""
+
+    out: int  # rows of a bfloat16 matrix for each program, where it is multiplied on tensor cores
+    OUT: int  # the same of any other
+    TOKENS: int = 1  # rows of inputs for such a program
+    STEP: int = 1
+    ROWS: int = 1  # rows of inputs in a product on tensor cores
+    BLOCK: int = 0  # rows of a matrix there; 0 if there are no such products
+    DOT_STEP: int = DOT_STEP
+    WARPS: int = WARPS
+    STAGES: int = 1  # one more than what is held at once
+    FLOAT_STAGES: int = 1
+
+    def programs(self, w: tuple[int, bool], count: int) -> int:
+        """Of a matrix: its rows, and whether it is float32."""
+        rows, is_float = w
+        return cdiv(rows, self.OUT) * cdiv(count, self.TOKENS) if is_float or not self.BLOCK else cdiv(rows, self.out)
+
+
+def one_row(width: int) -> Form:
+    """Of one row of inputs: as many weights in each program whatever the width."""
+    step = min(max(8, triton.next_power_of_2(width)), STEP)
+    return Form(1, OUT * STEP // step, STEP=step)
+
+
+@lru_cache
+def more_rows(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: int, processors: int) -> Form:
+    """Of more rows: matrices by their rows and whether they are float32, `count` rows of inputs of x_size bytes each.
+
+    Programs read all inputs, so larger ones read less altogether, and smaller ones divide it more evenly. What counts
+    is a multiprocessor's share of all that is read, or what the busiest one reads if that takes longer.
+    """
+    tokens, rows = TOKENS[count > TOKENS[0]], 8 if count <= 8 else MOST_ROWS
+    step, dot_step = min(max(8, triton.next_power_of_2(width)), FLOAT_STEP), DOT_WARPS * DOT_STEP
+
+    def form(out: int) -> Form:
+        block = next(n for n in BLOCKS if n >= out)
+        made = Form(out, FLOAT_OUT, tokens, step, rows, block, DOT_STEP, DOT_WARPS)
+        held = HELD[sum(made.programs(w, count) for w in ws) > processors]
+        dots = min(MOST_STAGES, held // (dot_step * (2 * block + rows * x_size)), cdiv(width, dot_step))
+        floats = min(MOST_STAGES, held // (step * (4 * FLOAT_OUT + tokens * x_size)), cdiv(width, step))
+        return made._replace(STAGES=1 + dots, FLOAT_STAGES=1 + floats)
+
+    def time(form: Form) -> float:
+        counts = [form.programs(w, count) for w in ws]
+        # Bytes that a program reads in each column.
+        reads = [4 * FLOAT_OUT + tokens * x_size if is_float else 2 * form.out + count * x_size for _, is_float in ws]
+        total = sum(n * read for n, read in zip(counts, reads, strict=True))
+        busiest = max(cdiv(sum(counts), processors) * total / sum(counts), *reads)
+        return max(total / processors, busiest / ALONE)
+
+    # Larger blocks only where one step can be on its way while another is used.
+    forms = map(form, DOT_OUTS)
+    return min((f for f in forms if f.BLOCK == BLOCKS[0] or f.STAGES > min(2, cdiv(width, dot_step))), key=time)
+
+
+def _launch(x: Tensor, ws: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     rows = x.flatten(0, -2).contiguous()
-    (count, width), matrices = rows.shape, [w for w in ws if isinstance(w, Tensor)]
-    found = [torch.empty(count, len(w), dtype=w.dtype, device=x.device) for w in matrices]
-    spare = MOST_MATRICES - len(matrices)
-    sizes = [len(w) for w in matrices] + [0] * spare
-    dot_step = 0 if count == 1 else next((n for n in DOT_STEPS[x.itemsize // 4 :] if width % (WARPS.value * n) == 0), 0)
-    groups = -(-count // FEW.value)
-    programs = (
-        -(-len(w) // DOT_OUT.value) if dot_step and w.dtype == torch.bfloat16 else -(-len(w) // OUT) * groups
-        for w in matrices
-    )
-    pdl = overlaps(x.device)
-    _linears_kernel[(sum(programs),)](
-        rows, *matrices, *matrices[:1] * spare, *found, *found[:1] * spare, *sizes, count,
-        K=width, ROWS=1 if count == 1 else MOST_ROWS, MATRICES=len(matrices), OUT=OUT,
-        STEP=min(STEP, triton.next_power_of_2(width)), DOT_STEP=dot_step, STAGES=DOT_STAGES, PDL=pdl, launch_pdl=pdl,
-        num_warps=WARPS.value,
+    (count, width), spare, pdl = rows.shape, MOST_MATRICES - len(ws), overlaps(x.device)
+    sizes = tuple((len(w), w.dtype == torch.float32) for w in ws)
+    form = one_row(width) if count == 1 else more_rows(sizes, width, count, x.itemsize, processors(x.device))
+    found = [torch.empty(count, len(w), dtype=dtype or w.dtype, device=x.device) for w in ws]
+    _linears_kernel[(sum(form.programs(size, count) for size in sizes),)](
+        rows, *ws, *[ws[0]] * spare, *found, *found[:1] * spare, *map(len, ws), *[0] * spare, count,
+        **form._asdict(), K=width, MATRICES=len(ws),
+        PDL=pdl, launch_pdl=pdl, num_warps=form.WARPS,
     )  # fmt: skip
-    return tuple(y.unflatten(0, x.shape[:-1]) for y in found)
+    return [y.unflatten(0, x.shape[:-1]) for y in found]
 
 
-def linear(x: Tensor, w: Weight) -> Tensor:
+def _library(x: Tensor, w: Weight, dtype: torch.dtype | None) -> Tensor:
+    """The library's product, but for many rows and a float32 matrix. On a CUDA device its sums of bfloat16 products can
+    be had as they are."""
+    if isinstance(w, Tensor) and not gpu_exact.why_not(x, w):
+        return gpu_exact.linear(x, w)
+    if isinstance(w, Tensor) and w.is_cuda and w.dtype == torch.bfloat16 and dtype == torch.float32:
+        rows = x.to(w.dtype).flatten(0, -2)
+        return torch.mm(rows, w.t(), out_dtype=dtype).unflatten(0, x.shape[:-1])
+    y = reference.linear(x, w)
+    return y if dtype is None else y.to(dtype)
+
+
+def by_library(rows: int, w: Tensor) -> bool:
+    """Whether the library is better for such a product, though the kernel could do it."""
+    return rows > 1 and w.dtype == torch.bfloat16 and rows * len(w) >= LIBRARY_OUTPUTS
+
+
+def linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """pieces.linears, by one launch where `why_not` has nothing to say, but for matrices that are the library's.
+
+    dtype is that of all results, None each matrix's. Sums are in float32 and rounded once.
+    """
+    if why_not(x, ws):
+        return tuple(_library(x, w, dtype) for w in ws)
+    rows = x.numel() // x.shape[-1]
+    ours = [w for w in ws if isinstance(w, Tensor) and not by_library(rows, w)]
+    found = iter(_launch(x, ours, dtype) if ours else ())
+    return tuple(_library(x, w, dtype) if by_library(rows, w) else next(found) for w in ws)
+
+
+def linear(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """reference.linear likewise."""
-    return linears(x, (w,))[0]
+    return linears(x, (w,), dtype)[0]
 
 
 def why_not(x: Tensor, ws: Sequence[Weight]) -> str:
@@ -182,17 +308,31 @@ def why_not(x: Tensor, ws: Sequence[Weight]) -> str:
     return "" if x.dtype in (torch.bfloat16, torch.float32) else f"inputs are {x.dtype}: bfloat16 and float32 alone"
 
 
-_OPTIONS = {"num_warps": WARPS.value, "launch_pdl": True}
-COMPILED = [  # kernel, types of its arguments, constants, options: the heads of a card, then the router with squeeze
-    (
-        _linears_kernel,
-        {
-            **{"x_ptr": x, **{f"{side}{n}_ptr": types[n] for side in "wy" for n in range(MOST_MATRICES)}},
-            **{f"n{n}": "i32" for n in range(MOST_MATRICES)}, **({} if "T" in rows else {"T": "i32"}),
-        },
-        {"K": 8192, "MATRICES": count, "OUT": OUT, "STEP": STEP, "STAGES": DOT_STAGES, "PDL": True, **rows},
-        _OPTIONS,
+def _compiled(
+    width: int, x: str, ws: tuple[tuple[int, str], ...], count: int, result: str | None = None
+) -> tuple[object, ...]:
+    """A launch for the released model on an H200, for a test that compiles it: matrices by their rows and types."""
+    spare = ws[:1] * (MOST_MATRICES - len(ws))
+    sizes = tuple((rows, kind == "fp32") for rows, kind in ws)
+    form = one_row(width) if count == 1 else more_rows(sizes, width, count, 4 if x == "fp32" else 2, 132)
+    scalars = {f"n{n}": "i32" for n in range(MOST_MATRICES)} | ({} if count == 1 else {"T": "i32", "out": "i32"})
+    types = {"x_ptr": f"*{x}", **scalars}
+    for n, (_, kind) in enumerate(ws + spare):
+        types |= {f"w{n}_ptr": f"*{kind}", f"y{n}_ptr": f"*{result or kind}"}
+    constants = {name: value for name, value in form._asdict().items() if name not in scalars}
+    constants |= {"K": width, "MATRICES": len(ws), "PDL": True} | ({"T": 1} if count == 1 else {})
+    return _linears_kernel, types, constants, {"num_warps": form.WARPS, "launch_pdl": True}
+
+
+COMPILED = [
+    _compiled(*launch, count, *result)
+    for launch, counts, *result in (
+        ((8192, "bf16", ((1024, "bf16"), (128, "bf16"), (128, "bf16"), (1024, "bf16"))), (1, 4, 16)),  # heads, gate
+        ((8192, "fp32", ((256, "fp32"), (512, "bf16"))), (1, 4, 16)),  # router, squeeze
+        ((1024, "bf16", ((8192, "bf16"),)), (1, 4, 16)),
+        ((1024, "bf16", ((8192, "bf16"),)), (1, 16), "fp32"),  # to be summed over ranks
+        ((4096, "fp32", ((1024, "bf16"),)), (1, 4, 16)),  # expand
+        ((8192, "fp32", ((25256, "bf16"),)), (1,)),  # head
     )
-    for x, types, count in (("*bf16", ("*bf16",) * 4, 4), ("*fp32", ("*fp32", "*bf16", "*fp32", "*fp32"), 2))
-    for rows in ({"T": 1, "ROWS": 1, "DOT_STEP": 0}, {"ROWS": MOST_ROWS, "DOT_STEP": DOT_STEPS[x == "*fp32"]})
-]  # fmt: skip
+    for count in counts
+]

@@ -25,7 +25,7 @@ from muse_fn.kernels import (
 )
 from muse_fn.kernels.norms import Gain, Mix, Rotary
 from muse_fn.kernels.packed import Weight
-from muse_fn.kernels.pieces import Joined, Routes
+from muse_fn.kernels.pieces import Chosen, Joined
 
 Result = TypeVar("Result")
 logger = logging.getLogger("muse_fn.kernels")
@@ -78,11 +78,20 @@ def attend_blocks(
     return form(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window, is_start)
 
 
-def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
+def expert_rows(
+    u_TM: Tensor,
+    idx_TR: Tensor,
+    gate_up_EFM: Weight,
+    down_EMF: Weight,
+    *,
+    first: int = 0,
+    dtype: torch.dtype | None = None,
+    arranged: Tensor | tuple[()] | None = None,
+) -> Tensor:
     """reference.expert_rows."""
     why = gpu_experts.why_not(u_TM, gate_up_EFM, down_EMF)
     form = _either("expert_rows", why, gpu_experts.expert_rows, static.expert_rows)
-    return form(u_TM, idx_TR, gate_up_EFM, down_EMF)
+    return form(u_TM, idx_TR, gate_up_EFM, down_EMF, first=first, dtype=dtype, arranged=arranged)
 
 
 def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
@@ -102,7 +111,8 @@ def join(
     dtype: torch.dtype,
 ) -> Joined:
     """pieces.join."""
-    form = _either("join", gpu_pieces.why_not(h, branch), gpu_pieces.join, pieces.join)
+    why = gpu_pieces.why_not(h) or gpu_pieces.why_not_in_parts(branch, h.shape)
+    form = _either("join", why, gpu_pieces.join, pieces.join)
     return form(h, branch, scale, mix, norm, post_eps, eps, dtype)
 
 
@@ -137,28 +147,39 @@ def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float, dtype: torch.dtype) -> T
     return _either("gated", why, gpu_heads.gated, pieces.gated)(o_BTND, gate_BTF, eps, dtype)
 
 
-def route(logits_TE: Tensor, bias_E: Tensor, top_k: int, multiplier: float, factor: float) -> Routes:
-    """pieces.route."""
-    form = _either("route", gpu_route.why_not(logits_TE, bias_E, top_k), gpu_route.route, pieces.route)
-    return form(logits_TE, bias_E, top_k, multiplier, factor)
+def choose(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    multiplier: float,
+    factor: float,
+    squeezed_PTm: Tensor,
+    norm: Gain,
+    eps: float,
+    dtype: torch.dtype,
+) -> Chosen:
+    """pieces.choose."""
+    why = gpu_route.why_not(logits_TE, bias_E, top_k, squeezed_PTm)
+    form = _either("choose", why, gpu_route.choose, pieces.choose)
+    return form(logits_TE, bias_E, top_k, multiplier, factor, squeezed_PTm, norm, eps, dtype)
 
 
-def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float) -> Tensor:
+def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
     """pieces.blend."""
     form = _either("blend", gpu_pieces.why_not_blend(y_TRM), gpu_pieces.blend, pieces.blend)
-    return form(y_TRM, weight_TR, norm, eps)
+    return form(y_TRM, weight_TR, norm, eps, dtype)
 
 
-def linears(x: Tensor, ws: Sequence[Weight]) -> tuple[Tensor, ...]:
+def linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """pieces.linears. For many rows the library's product is no lesser form: nothing is said of it."""
     if 0 < x.numel() // max(1, x.shape[-1]) <= gpu_linear.MOST_ROWS and (why := gpu_linear.why_not(x, ws)):
         _say("linears", why)
-    return gpu_linear.linears(x, ws)
+    return gpu_linear.linears(x, ws, dtype)
 
 
-def linear(x: Tensor, w: Weight) -> Tensor:
+def linear(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """reference.linear likewise."""
-    return linears(x, (w,))[0]
+    return linears(x, (w,), dtype)[0]
 
 
 silu = reference.silu

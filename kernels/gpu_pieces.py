@@ -1,9 +1,12 @@
 """Triton forms of the norms between products: a row is read once, held in the registers of one program, written once.
 
 The contracts are those of the same names in kernels/pieces.py; arithmetic is float32 and each output is rounded once.
+`join` and `blend` read their vectors, and what is older than the branch or the routes' rows, before the kernel before
+them is done (kernels/gpu.py).
 """
 
 # pyright: basic
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,19 +23,28 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def _inverse_rms(x, eps, WIDTH: tl.constexpr):
+def inverse_rms(x, eps, WIDTH: tl.constexpr):
     """Columns beyond WIDTH must be 0."""
     return tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+
+
+@triton.jit
+def in_parts(cols, stride, WIDTH: tl.constexpr, PART: tl.constexpr):
+    """Where these of WIDTH columns stand in a row whose parts of PART columns are `stride` elements apart."""
+    if PART == WIDTH:
+        return cols
+    else:
+        return cols + (cols // PART).to(tl.int64) * (stride - PART)
 
 
 @triton.jit
 def _normed_kernel(x, norm, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = cols < WIDTH
-    inputs_ready(PDL)
-    v = tl.load(x + row * x_stride + cols, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    inputs_ready(PDL)  # a caller may have worked out the norm just before
     factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
-    v = v * _inverse_rms(v, eps, WIDTH) * factor
+    v = tl.load(x + row * x_stride + cols, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    v = v * inverse_rms(v, eps, WIDTH) * factor
     tl.store(out + row * WIDTH + cols, rounded(v, out.dtype.element_ty), inside)
 
 
@@ -47,31 +59,38 @@ def _join_kernel(
     h_out,
     a_out,
     h_stride,
+    part_stride,
     branch_stride,
     post_eps,
     eps,
     HAS_SCALE: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    PART: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    # Four columns a thread in any dtype: no value moves between threads but in sums.
+    cols = tl.max_contiguous(tl.arange(0, BLOCK), min(BLOCK, 4))
     inside = cols < WIDTH
-    inputs_ready(PDL)
-    # All loads stand before the first sum, so that a lone row waits for memory once.
-    y = tl.load(branch + row * branch_stride + cols, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-    if HAS_SCALE:
-        y = y * tl.load(scale + cols, inside, 0.0, eviction_policy="evict_last")
+    # All loads stand before the first sum, and all but the branch's before the branch is there.
     stays = tl.load(h + row * h_stride + cols, inside, 0.0, eviction_policy="evict_first")
     stays = stays * tl.load(alpha + cols, inside, 0.0, eviction_policy="evict_last")
     share = tl.load(beta + cols, inside, 0.0, eviction_policy="evict_last")
     if HAS_NORM:
         factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
-    s = stays + share * (y * _inverse_rms(y, post_eps, WIDTH))
+    if HAS_SCALE:
+        before = tl.load(scale + cols, inside, 0.0, eviction_policy="evict_last")
+    inputs_ready(PDL)
+    branch += row * branch_stride + in_parts(cols, part_stride, WIDTH, PART)
+    y = tl.load(branch, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    if HAS_SCALE:
+        y *= before
+    s = stays + share * (y * inverse_rms(y, post_eps, WIDTH))
     tl.store(h_out + row * WIDTH + cols, s, inside)
     if HAS_NORM:
-        a = s * _inverse_rms(s, eps, WIDTH) * factor
+        a = s * inverse_rms(s, eps, WIDTH) * factor
         tl.store(a_out + row * WIDTH + cols, rounded(a, a_out.dtype.element_ty), inside)
 
 
@@ -90,20 +109,23 @@ def _blend_kernel(
 ):
     token, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = cols < WIDTH
-    inputs_ready(PDL)
     factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
+    rows = tl.arange(0, ROWS)
+    share = tl.load(weight + token * COUNT + rows, rows < COUNT, 0.0)
+    inputs_ready(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for first in tl.static_range(0, COUNT, ROWS):
         rows = first + tl.arange(0, ROWS)
         at = token * COUNT + rows
         here = (rows < COUNT)[:, None] & inside[None, :]
         v = tl.load(y + at[:, None] * WIDTH + cols[None, :], here, 0.0, eviction_policy="evict_first")
-        share = tl.load(weight + at, rows < COUNT, 0.0)
+        if first > 0:
+            share = tl.load(weight + at, rows < COUNT, 0.0)
         v = v.to(tl.float32) * factor[None, :]
         share = share * tl.rsqrt(tl.sum(v * v, 1) / WIDTH + eps)
         # A thread holds the same columns of all rows, and adds them in ascending order.
         total += tl.sum(v * share[:, None], 0)
-    tl.store(out + token * WIDTH + cols, total, inside)
+    tl.store(out + token * WIDTH + cols, rounded(total, out.dtype.element_ty), inside)
 
 
 def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
@@ -125,35 +147,41 @@ def join(
     eps: float,
     dtype: torch.dtype,
 ) -> Joined:
-    """`pieces.join` in one launch: h float32 [..., H], branch [..., H] of any float dtype."""
-    h_rows, branch_rows = _rows(h), _rows(branch)
+    """`pieces.join` in one launch: h float32 [..., H], branch [P, ..., H / P] of any float dtype and any strides.
+
+    On a device h and the vectors must not be what the kernel just before wrote.
+    """
+    h_rows, parts = _rows(h), rows_in_parts(branch)
     h_out = torch.empty(h.shape, dtype=torch.float32, device=h.device)
     a_out = h_out if norm is None else torch.empty(h.shape, dtype=dtype, device=h.device)
     if h.numel():
         _join_kernel[(len(h_rows),)](
             h_rows,
-            branch_rows,
+            parts,
             None if scale is None else scale.factor,
             *mix,
             None if norm is None else norm.factor,
             h_out,
             a_out,
             h_rows.stride(0),
-            branch_rows.stride(0),
+            parts.stride(0),
+            parts.stride(1),
             post_eps,
             eps,
-            **{"HAS_SCALE": scale is not None, "HAS_NORM": norm is not None, **_whole(h.device, h.shape[-1])},
+            **{"HAS_SCALE": scale is not None, "HAS_NORM": norm is not None, "PART": parts.shape[-1]},
+            **_whole(h.device, h.shape[-1]),
         )
     return Joined(h_out, a_out)
 
 
-def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float) -> Tensor:
-    """`pieces.blend` in one launch: [T, R, M] of any float dtype -> float32 [T, M].
+def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
+    """`pieces.blend` in one launch: [T, R, M] of any float dtype -> [T, M] in `dtype`.
 
-    Routes are added in ascending order, in groups of eight (two beyond 4096 columns) where there are more.
+    Routes are added in ascending order, in groups of eight (two beyond 4096 columns) where there are more. On a device
+    the weights and the norm must not be what the kernel just before wrote.
     """
     tokens, count, width = y_TRM.shape
-    out = torch.empty(tokens, width, dtype=torch.float32, device=y_TRM.device)
+    out = torch.empty(tokens, width, dtype=dtype, device=y_TRM.device)
     if out.numel():
         rows = min(triton.next_power_of_2(count), 8 if width <= WIDEST // 2 else 2)  # as many as registers hold
         _blend_kernel[(tokens,)](
@@ -167,14 +195,16 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float) -> Tensor:
     return out
 
 
-def why_not(x: Tensor, *others: Tensor) -> str:
-    """Why `normed` or `join` cannot take these rows (h, then the branch); "" if they can."""
-    for t in (x, *others):
-        if t.dtype not in FLOATS:
-            return f"rows are {t.dtype}: must be one of {', '.join(map(str, FLOATS))}"
-        if t.shape != x.shape:
-            return f"rows are {list(t.shape)} and {list(x.shape)}: must be alike"
-    return _too_wide(x.shape[-1] if x.dim() else 0)
+def why_not(x: Tensor) -> str:
+    """Why `normed` cannot take these rows; "" if it can."""
+    return _no_floats(x) or _too_wide(x.shape[-1] if x.dim() else 0)
+
+
+def why_not_in_parts(parts: Tensor, shape: Sequence[int]) -> str:
+    """Why these are not rows [P, ..., W / P] of such a shape [..., W] that a program holds; "" if they are."""
+    if parts.dim() != len(shape) + 1 or [*parts.shape[1:-1], len(parts) * parts.shape[-1]] != list(shape):
+        return f"rows are {list(parts.shape)}: must be parts [P, ..., W / P] of {list(shape)}"
+    return _no_floats(parts) or _too_wide(shape[-1])
 
 
 def why_not_blend(y_TRM: Tensor) -> str:
@@ -182,6 +212,10 @@ def why_not_blend(y_TRM: Tensor) -> str:
     if y_TRM.dtype not in FLOATS or y_TRM.dim() != 3 or not y_TRM.shape[1]:
         return f"rows of routes are {y_TRM.dtype} {list(y_TRM.shape)}: must be floats of 2 or 4 bytes [T, R, M], R > 0"
     return _too_wide(y_TRM.shape[-1])
+
+
+def _no_floats(x: Tensor) -> str:
+    return "" if x.dtype in FLOATS else f"rows are {x.dtype}: must be one of {', '.join(map(str, FLOATS))}"
 
 
 def _too_wide(width: int) -> str:
@@ -194,6 +228,12 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def rows_in_parts(parts: Tensor) -> Tensor:
+    """[P, rows, W / P] with adjacent columns; a view where strides allow it, as for parts that are all one."""
+    rows = parts.reshape(len(parts), -1, parts.shape[-1])
+    return rows if rows.stride(2) == 1 else rows.contiguous()
+
+
 def _whole(device: torch.device, width: int) -> dict[str, Any]:
     """Settings of a program that holds a row: threads for 16 bytes of bfloat16 each, or twice that."""
     block, early = triton.next_power_of_2(width), overlaps(device)
@@ -201,19 +241,19 @@ def _whole(device: torch.device, width: int) -> dict[str, Any]:
     return {"WIDTH": width, "BLOCK": block, "num_warps": warps, "PDL": early, "launch_pdl": early}
 
 
-_JOINED = {"HAS_SCALE": True, "HAS_NORM": True, "WIDTH": 8192, "BLOCK": 8192, "PDL": True}
+_JOINED = {"HAS_SCALE": True, "HAS_NORM": True, "WIDTH": 8192, "BLOCK": 8192, "PDL": True, "h_stride": 8192}
+_WHOLE, _EIGHTHS = ({"PART": n, "part_stride": n, "branch_stride": n} for n in (8192, 1024))
 _OF_JOIN = {
     **dict.fromkeys(("h", "branch", "scale", "alpha", "beta", "norm", "h_out"), "*fp32"),
-    **{"a_out": "*bf16", "h_stride": "i32", "branch_stride": "i32", "post_eps": "fp32", "eps": "fp32"},
+    **{"a_out": "*bf16", "post_eps": "fp32", "eps": "fp32"},
 }
-_OF_NORMED = {"x": "*bf16", "norm": "*fp32", "out": "*bf16", "x_stride": "i32", "eps": "fp32"}
+_OF_NORMED = {"x": "*fp32", "norm": "*fp32", "out": "*bf16", "eps": "fp32"}
 _OF_BLEND = {"y": "*bf16", "weight": "*fp32", "norm": "*fp32", "out": "*fp32", "eps": "fp32"}
 _OPTIONS = {"num_warps": 16, "launch_pdl": True}
 COMPILED = [  # kernel, types of its arguments, constants, options: as for the released model
-    (_normed_kernel, _OF_NORMED, {"WIDTH": 4096, "BLOCK": 4096, "PDL": True}, _OPTIONS),
-    (_normed_kernel, {**_OF_NORMED, "x": "*fp32"}, {"WIDTH": 8192, "BLOCK": 8192, "PDL": True}, _OPTIONS),
-    (_join_kernel, _OF_JOIN, _JOINED, _OPTIONS),
-    (_join_kernel, {**_OF_JOIN, "branch": "*bf16", "a_out": "*fp32"}, _JOINED, _OPTIONS),
+    (_normed_kernel, _OF_NORMED, {"WIDTH": 8192, "BLOCK": 8192, "PDL": True, "x_stride": 8192}, _OPTIONS),
+    (_join_kernel, _OF_JOIN, {**_JOINED, **_WHOLE}, _OPTIONS),
+    (_join_kernel, {**_OF_JOIN, "branch": "*bf16", "a_out": "*fp32"}, {**_JOINED, **_EIGHTHS}, _OPTIONS),
     *(
         (
             _blend_kernel,

@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import dot, inputs_ready
+from muse_fn.kernels.gpu import bound, dot, inputs_ready
 from muse_fn.kernels.gpu_attention import (
     NOWHERE,
     WARPS,
     absorb,
-    bound,
     leave,
     merge,
     options,

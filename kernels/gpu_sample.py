@@ -1,13 +1,13 @@
 """Triton forms of drawing a token: the noise of a key, and the largest of logits and of logits with noise.
 
 The equations are those of muse_fn/sample.py, the random bits too: Threefry-2x32 with 20 rounds, Gumbel noise, logits
-counted from the largest and divided by the temperature. The vocabulary is cut into blocks, each a program; the last one
-of a row to finish reads what the others found, so that no order of theirs shows in the result.
+counted from the largest and divided by the temperature. The vocabulary is cut into blocks, each a program. What they
+find is gathered from all ranks as it is and compared by the launch that needs it: no order of programs or ranks shows.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # Of the types of kernels pyright sees only their plain Python parameters.
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -97,128 +97,120 @@ def _gumbel_kernel(
     tl.store(out + row * COUNT + cols, noise, (cols >= 0) & (cols < COUNT))
 
 
-@triton.jit
-def _blocks_kernel(
+@triton.jit(do_not_specialize=["start"])
+def _tops_kernel(
     logits,
     allowed,
-    values,
-    ids,
-    bad,
-    arrived,
+    out,
+    start,
     stride,
     allowed_stride,
+    plane,
     HAS_MASK: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The largest logit of each block, its column, and whether one is not finite."""
+    """The largest logit of each block, its id, and whether one is not finite."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = block * WIDTH + tl.arange(0, WIDTH)
     here = cols < COLUMNS
     inputs_ready(PDL)
     x, kept = _masked(logits, allowed, row, stride, allowed_stride, cols, here, HAS_MASK)
-    value, first = _largest(kept, tl.where(here, cols, _NONE))
-    at = row * tl.num_programs(1) + block
-    tl.store(values + at, value)
-    tl.store(ids + at, first)
-    tl.store(bad + at, tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 0))
-    if block == 0:
-        tl.store(arrived + row, 0)
+    bad = tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 0)
+    out += row * tl.num_programs(1) + block
+    _leave(out, plane, kept, cols + start, here)
+    tl.store(out + 2 * plane, bad)
 
 
 @triton.jit
-def _found(values, ids, row, COUNT: tl.constexpr, BLOCKS: tl.constexpr):
-    """The largest value of a row and its lowest id from those of its COUNT blocks, past the first-level cache."""
-    b = tl.arange(0, BLOCKS)
-    value = tl.load(values + row * COUNT + b, b < COUNT, -float("inf"), cache_modifier=".cg")
-    return _largest(value, tl.load(ids + row * COUNT + b, b < COUNT, _NONE, cache_modifier=".cg"))
+def _leave(out, plane, x, ids, here):
+    """The largest of x and its lowest id, as a block leaves them for those who compare."""
+    value, first = _largest(x, tl.where(here, ids, _NONE))
+    tl.store(out, value.to(tl.int32, bitcast=True))
+    tl.store(out + plane, first)
 
 
 @triton.jit
-def _whole_row(values, ids, bad, top_out, id_out, bad_out, row, start, COUNT: tl.constexpr, BLOCKS: tl.constexpr):
-    top, first = _found(values, ids, row, COUNT, BLOCKS)
-    b = tl.arange(0, BLOCKS)
-    wrong = tl.max(tl.load(bad + row * COUNT + b, b < COUNT, 0), 0)
-    tl.store(top_out + row, top)
-    tl.store(id_out + row, first.to(tl.int64) + start)
-    tl.store(bad_out + row, wrong != 0)
+def _parts(found, row, rank_stride, COUNT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr):
+    """Where the blocks of a row lie, of all ranks, and which of PARTS places there are."""
+    i = tl.arange(0, PARTS)
+    return found + i // COUNT * rank_stride + row * COUNT + i % COUNT, i < RANKS * COUNT
 
 
-@triton.jit(do_not_specialize=["start"])
-def _rows_kernel(
-    values,
-    ids,
-    bad,
-    top_out,
-    id_out,
-    bad_out,
-    start,
-    COUNT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    inputs_ready(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    _whole_row(values, ids, bad, top_out, id_out, bad_out, row, start, COUNT, BLOCKS)
+@triton.jit
+def _best(at, plane, there):
+    """The largest value that these blocks found and its lowest id."""
+    value = tl.load(at, there, 0).to(tl.float32, bitcast=True)
+    return _largest(tl.where(there, value, -float("inf")), tl.load(at + plane, there, _NONE))
 
 
 @triton.jit(do_not_specialize=["first_pair"])
 def _draw_kernel(
     logits,
     allowed,
-    values,
-    ids,
-    bad,
-    arrived,
-    drawn_values,
-    drawn_ids,
+    tops,
     temperature,
     keys,
     pos,
-    tops,
-    top_out,
-    id_out,
-    bad_out,
-    drawn_out,
-    drawn_id_out,
+    out,
+    first_pair,
     stride,
     allowed_stride,
-    first_pair,
+    plane,
+    rank_stride,
     HAS_MASK: tl.constexpr,
-    HAS_TOPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ODD: tl.constexpr,
     WIDTH: tl.constexpr,
     COUNT: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The largest of logits with noise of each block, and its id."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cols = block * WIDTH - ODD + tl.arange(0, WIDTH)
     here = (cols >= 0) & (cols < COLUMNS)
     inputs_ready(PDL)
     _, x = _masked(logits, allowed, row, stride, allowed_stride, cols, here, HAS_MASK)
-    if HAS_TOPS:
-        top = tl.load(tops + row)
-    else:
-        top, _ = _found(values, ids, row, COUNT, BLOCKS)
+    at, there = _parts(tops, row, rank_stride, COUNT, RANKS, PARTS)
+    top, _ = _best(at, plane, there)
     t = tl.load(temperature + row)
     k0, k1 = _key(keys, row)
     k0, k1 = threefry(k0, k1, tl.load(pos + row).to(tl.uint32))
     # From the maximum down, so that the smallest temperature overflows to -inf and never to +inf.
     x = tl.div_rn(x - top, tl.where(t > 0, t, 1.0)) + _noise(k0, k1, first_pair, block, WIDTH)
-    value, first = _largest(x, tl.where(here, cols, _NONE))
-    tl.store(drawn_values + row * COUNT + block, value)
-    tl.store(drawn_ids + row * COUNT + block, first)
-    tl.debug_barrier()
-    if tl.atomic_add(arrived + row, 1, sem="acq_rel") == COUNT - 1:
-        tl.debug_barrier()
-        start = 2 * first_pair + ODD
-        _whole_row(values, ids, bad, top_out, id_out, bad_out, row, start, COUNT, BLOCKS)
-        value, first = _found(drawn_values, drawn_ids, row, COUNT, BLOCKS)
-        tl.store(drawn_out + row, value)
-        tl.store(drawn_id_out + row, first.to(tl.int64) + start)
+    _leave(out + row * COUNT + block, plane, x, cols + (2 * first_pair + ODD), here)
+
+
+@triton.jit
+def _tokens_kernel(
+    tops,
+    drawn,
+    temperature,
+    going,
+    out,
+    plane,
+    tops_stride,
+    drawn_stride,
+    HAS_GOING: tl.constexpr,
+    COUNT: tl.constexpr,
+    RANKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    inputs_ready(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at, there = _parts(tops, row, tops_stride, COUNT, RANKS, PARTS)
+    _, greedy = _best(at, plane, there)
+    bad = tl.max(tl.load(at + 2 * plane, there, 0), 0)
+    at, there = _parts(drawn, row, drawn_stride, COUNT, RANKS, PARTS)
+    _, token = _best(at, plane, there)
+    token = tl.where(tl.load(temperature + row) > 0, token, greedy)
+    if HAS_GOING:
+        bad = tl.where(tl.load(going + row) != 0, bad, 1)
+    tl.store(out + row, tl.where(bad != 0, -1, token).to(tl.int64))
 
 
 def gumbel(keys: Tensor, count: int, start: int = 0) -> Tensor:
@@ -232,71 +224,71 @@ def gumbel(keys: Tensor, count: int, start: int = 0) -> Tensor:
     return out
 
 
-class Largest(NamedTuple):
-    """Of each row of logits."""
-
-    value_B: Tensor  # float32, the largest logit among those allowed
-    id_B: Tensor  # int64, the lowest id that has it
-    bad_B: Tensor  # bool, whether any logit is not finite, allowed or not; then the others say nothing
-
-
-class Drawn(NamedTuple):
-    """Of each row of logits, and of its scaled logits with noise."""
-
-    largest: Largest
-    value_B: Tensor  # float32, the largest sum of scaled logit and noise
-    id_B: Tensor  # int64, the lowest id that has it
-
-
-def largest(logits_BV: Tensor, start: int = 0, allowed: Tensor | None = None) -> Largest:
-    """The largest of each row of float32 logits [B, V], in two launches; the first column is id `start`.
+def tops(logits_BV: Tensor, start: int = 0, allowed: Tensor | None = None) -> Tensor:
+    """int32 [3, B, blocks]: the largest of each block of float32 logits [B, V] as bits, its lowest id, and 1 where a
+    logit is not finite, allowed or not; the first column is id `start`.
 
     Ids that are False in `allowed` (bool [V] or [B, V], of these columns) count as -inf.
     """
-    first, found = _Blocks.of(logits_BV, start, allowed), _largest_of(logits_BV)
-    if len(logits_BV):
-        first.launch()
-        _rows_kernel[(len(logits_BV),)](
-            *(first.values, first.ids, first.bad, *found, start),
-            **first.counts,
-            **{**_launch(logits_BV.device), "num_warps": 1},
+    (logits, mask), constants = _rows_of(logits_BV, allowed)
+    rows, count = len(logits), blocks(logits_BV)
+    out = torch.empty(3, rows, count, dtype=torch.int32, device=logits.device)
+    if rows:
+        _tops_kernel[rows, count](
+            *(logits, mask, out, start, logits.stride(0), 0 if mask is None else mask.stride(0), rows * count),
+            **constants,
+            **_launch(logits.device),
         )
-    return found
+    return out
 
 
 def draw(
     logits_BV: Tensor,
+    tops_P3BC: Tensor,
     temperature_B: Tensor,
     key_B: Tensor,
     pos_B: Tensor,
     start: int = 0,
     allowed: Tensor | None = None,
-    top_B: Tensor | None = None,
-) -> Drawn:
-    """The largest of float32 logits [B, V] and the largest of (logit - top) / temperature + noise, in two launches.
+) -> Tensor:
+    """int32 [2, B, blocks]: the largest of each block of (logit - top) / temperature + noise as bits, its lowest id.
 
-    Keys int32 [B, 2] are folded with the positions, integers [B]; a temperature of 0 counts as 1. `top_B`, float32, is
-    what logits are counted from where these columns are not the whole row: the largest that any rank has; otherwise it
-    is the row's own. `start` and `allowed` as of `largest`.
+    The top is the largest of the row in `tops` of all P ranks. Keys int32 [B, 2] are folded with the positions,
+    integers [B]; a temperature of 0 counts as 1. `start` and `allowed` as of `tops`.
     """
-    first, found = _Blocks.of(logits_BV, start, allowed), _largest_of(logits_BV)
-    drawn = Drawn(found, torch.empty_like(found.value_B), torch.empty_like(found.id_B))
-    if len(logits_BV):
-        first.launch()
-        _draw_kernel[first.grid](
-            *(first.logits, first.allowed, first.values, first.ids, first.bad, first.arrived),
-            *(torch.empty_like(first.values), torch.empty_like(first.ids)),
-            *(temperature_B.contiguous(), key_B.contiguous(), pos_B.contiguous()),
-            *(None if top_B is None else top_B.contiguous(), *found, drawn.value_B, drawn.id_B),
-            *(*first.strides, start // 2),
-            **{**first.constants, **first.counts, "HAS_TOPS": top_B is not None, "ODD": start % 2},
-            **_launch(logits_BV.device),
+    (logits, mask), constants = _rows_of(logits_BV, allowed)
+    out = torch.empty(2, *tops_P3BC.shape[2:], dtype=torch.int32, device=logits.device)
+    rows, count = out.shape[1:]
+    if rows:
+        _draw_kernel[rows, count](
+            *(logits, mask, tops_P3BC, temperature_B.contiguous(), key_B.contiguous(), pos_B.contiguous(), out),
+            *(start // 2, logits.stride(0), 0 if mask is None else mask.stride(0), rows * count, tops_P3BC.stride(0)),
+            **{**constants, **_compared(tops_P3BC), "ODD": start % 2, **_launch(logits.device)},
         )
-    return drawn
+    return out
+
+
+def tokens(tops_P3BC: Tensor, drawn_P2BC: Tensor, temperature_B: Tensor, going_B: Tensor | None = None) -> Tensor:
+    """int64 [B]: of what all P ranks found the drawn id, or the largest logit's where the temperature is 0; -1 for a
+    row that is not finite, or False in `going_B`. Who draws nothing gives `tops` for both."""
+    rows, count = tops_P3BC.shape[2:]
+    out = torch.empty(rows, dtype=torch.int64, device=tops_P3BC.device)
+    if rows:
+        _tokens_kernel[(rows,)](
+            *(tops_P3BC, drawn_P2BC, temperature_B.contiguous(), None if going_B is None else going_B.contiguous()),
+            *(out, rows * count, tops_P3BC.stride(0), drawn_P2BC.stride(0)),
+            **{"HAS_GOING": going_B is not None, **_compared(tops_P3BC), **_launch(out.device), "num_warps": 1},
+        )
+    return out
+
+
+def blocks(logits_BV: Tensor) -> int:
+    """Into how many blocks a row is cut: enough for one that begins within a pair of ids."""
+    return logits_BV.shape[1] // BLOCK + 1
 
 
 def why_not(logits_BV: Tensor, allowed: Tensor | None = None) -> str:
-    """Why `largest` and `draw` cannot take these; "" if they can."""
+    """Why `tops` and `draw` cannot take these; "" if they can."""
     shape = list(logits_BV.shape)
     if logits_BV.dtype != torch.float32 or len(shape) != 2 or not 0 < shape[1] <= MOST:
         return f"logits are {logits_BV.dtype} {shape}: must be torch.float32 [B, V], V from 1 to {MOST}"
@@ -305,47 +297,19 @@ def why_not(logits_BV: Tensor, allowed: Tensor | None = None) -> str:
     return ""
 
 
-class _Blocks(NamedTuple):
-    """The first launch, and what it writes: [B, blocks] each."""
-
-    logits: Tensor
-    allowed: Tensor | None
-    values: Tensor
-    ids: Tensor
-    bad: Tensor
-    arrived: Tensor  # [B], set to 0
-    strides: tuple[int, int]
-    constants: dict[str, Any]
-    counts: dict[str, Any]
-
-    @staticmethod
-    def of(logits_BV: Tensor, start: int, allowed: Tensor | None) -> "_Blocks":
-        logits_BV = logits_BV if logits_BV.stride(1) == 1 else logits_BV.contiguous()
-        rows, columns = logits_BV.shape
-        if allowed is not None:
-            allowed = allowed.expand(rows, columns)
-            allowed = allowed if allowed.stride(1) == 1 else allowed.contiguous()
-        # One block more where the pairs of ids begin within this share's first.
-        count = triton.cdiv(columns + start % 2, BLOCK)
-        ids, bad = (torch.empty(rows, count, dtype=torch.int32, device=logits_BV.device) for _ in range(2))
-        return _Blocks(
-            *(logits_BV, allowed, torch.empty_like(ids, dtype=torch.float32), ids, bad, ids.new_empty(rows)),
-            (logits_BV.stride(0), 0 if allowed is None else allowed.stride(0)),
-            {"HAS_MASK": allowed is not None, "COLUMNS": columns, "WIDTH": BLOCK},
-            {"COUNT": count, "BLOCKS": triton.next_power_of_2(count)},
-        )
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.values.shape[0], self.values.shape[1]
-
-    def launch(self) -> None:
-        _blocks_kernel[self.grid](*self[:6], *self.strides, **self.constants, **_launch(self.logits.device))
+def _rows_of(logits_BV: Tensor, allowed: Tensor | None) -> tuple[tuple[Tensor, Tensor | None], dict[str, Any]]:
+    """Logits and mask with adjacent columns, and what kernels are compiled for."""
+    if allowed is not None:
+        allowed = allowed.expand(logits_BV.shape)
+        allowed = allowed if allowed.stride(1) == 1 else allowed.contiguous()
+    logits_BV = logits_BV if logits_BV.stride(1) == 1 else logits_BV.contiguous()
+    constants = {"HAS_MASK": allowed is not None, "COLUMNS": logits_BV.shape[1], "WIDTH": BLOCK}
+    return (logits_BV, allowed), constants
 
 
-def _largest_of(logits_BV: Tensor) -> Largest:
-    each = (torch.float32, torch.int64, torch.bool)
-    return Largest(*(torch.empty(len(logits_BV), dtype=dtype, device=logits_BV.device) for dtype in each))
+def _compared(tops_P3BC: Tensor) -> dict[str, Any]:
+    ranks, _, _, count = tops_P3BC.shape
+    return {"COUNT": count, "RANKS": ranks, "PARTS": triton.next_power_of_2(ranks * count)}
 
 
 def _launch(device: torch.device) -> dict[str, Any]:
@@ -353,17 +317,19 @@ def _launch(device: torch.device) -> dict[str, Any]:
     return {"PDL": early, "launch_pdl": early, "num_warps": 4}
 
 
-_OF_LOGITS = {"logits": "*fp32", "allowed": "*i1", "values": "*fp32", "ids": "*i32", "bad": "*i32", "arrived": "*i32"}
-_OF_ROW = {"top_out": "*fp32", "id_out": "*i64", "bad_out": "*i1"}
-_STRIDES = {"stride": "i32", "allowed_stride": "i32"}
-_SHARE = {"COLUMNS": 25256, "WIDTH": BLOCK, "PDL": True}
-_COUNTS = {"COUNT": 25, "BLOCKS": 32}
-_OPTIONS = {"num_warps": 4, "launch_pdl": True}
+_STRIDES = dict.fromkeys(("stride", "allowed_stride", "plane"), "i32")
+_OF_TOPS = {"logits": "*fp32", "allowed": "*i1", "out": "*i32", "start": "i32", **_STRIDES}
 _OF_DRAW = {
-    **_OF_LOGITS,
-    **{"drawn_values": "*fp32", "drawn_ids": "*i32", "temperature": "*fp32", "keys": "*i32", "pos": "*i64"},
-    **{"tops": "*fp32", **_OF_ROW, "drawn_out": "*fp32", "drawn_id_out": "*i64", **_STRIDES, "first_pair": "i32"},
+    **{"logits": "*fp32", "allowed": "*i1", "tops": "*i32", "temperature": "*fp32", "keys": "*i32", "pos": "*i64"},
+    **{"out": "*i32", "first_pair": "i32", **_STRIDES, "rank_stride": "i32"},
 }
+_OF_TOKENS = {
+    **{"tops": "*i32", "drawn": "*i32", "temperature": "*fp32", "going": "*i1", "out": "*i64"},
+    **dict.fromkeys(("plane", "tops_stride", "drawn_stride"), "i32"),
+}
+_SHARE = {"COLUMNS": 25256, "WIDTH": BLOCK, "PDL": True}
+_OPTIONS = {"num_warps": 4, "launch_pdl": True}
+_COMPARED = {"COUNT": 25, "RANKS": 8, "PARTS": 256}
 COMPILED = [  # kernel, types of its arguments, constants, options: as for a card's share of the released model
     (
         _gumbel_kernel,
@@ -371,20 +337,7 @@ COMPILED = [  # kernel, types of its arguments, constants, options: as for a car
         {"COUNT": 25256, "ODD": 0, "WIDTH": BLOCK, "PDL": True},
         _OPTIONS,
     ),
-    (_blocks_kernel, {**_OF_LOGITS, **_STRIDES}, {"HAS_MASK": True, **_SHARE}, _OPTIONS),
-    (
-        _rows_kernel,
-        {"values": "*fp32", "ids": "*i32", "bad": "*i32", **_OF_ROW, "start": "i32"},
-        {**_COUNTS, "PDL": True},
-        {**_OPTIONS, "num_warps": 1},
-    ),
-    *(
-        (
-            _draw_kernel,
-            _OF_DRAW,
-            {"HAS_MASK": True, "HAS_TOPS": has_tops, "ODD": 0, **_SHARE, **_COUNTS},
-            _OPTIONS,
-        )
-        for has_tops in (False, True)
-    ),
+    (_tops_kernel, _OF_TOPS, {"HAS_MASK": True, **_SHARE}, _OPTIONS),
+    (_draw_kernel, _OF_DRAW, {"HAS_MASK": True, "ODD": 0, **_SHARE, **_COMPARED}, _OPTIONS),
+    (_tokens_kernel, _OF_TOKENS, {"HAS_GOING": True, **_COMPARED, "PDL": True}, {**_OPTIONS, "num_warps": 1}),
 ]

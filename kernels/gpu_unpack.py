@@ -1,13 +1,14 @@
 """Four-bit weights to bfloat16 in registers: what the Triton expert products share.
 
-A tensor core takes its left factor from registers in a fixed pattern: of 16 columns, thread q of a row's four holds
-2q, 2q + 1, 2q + 8 and 2q + 9. A thread that reads 16 bytes holds 32 neighbouring weights instead. So the columns are
-renumbered, such that what a thread has read is what it must hold, and no weight moves: a group of 128 inputs is two
-products of 64 columns, of the even and of the odd inputs (a byte holds one of each), and `column` says which input
-stands where. The right factor is stored in that order. Rows are renumbered likewise.
+A tensor core takes its left factor from registers in a fixed pattern of a row's four threads; a thread that reads 16
+bytes holds 32 neighbouring weights instead. So the columns are renumbered, such that what a thread has read is what it
+must hold, and no weight moves: a group of 128 inputs is two products of 64 columns, of the even and of the odd inputs
+(a byte holds one of each), and `column` says which input stands where. The right factor is stored in that order, which
+differs between the products of few rows (each warp its own part of the inputs) and of many (all warps together).
 
 E2M1 in the low bits of a bfloat16's exponent and the high bit of its mantissa is its value times 2^-126, zero and the
-subnormal included; one product brings it back, another applies the scale of its block.
+subnormal included; so a block's scale times 2^126 makes it what it stands for. That factor exists up to SHORT; where
+scales are larger, one product brings the weight back and another applies its scale.
 """
 
 # pyright: basic, reportArgumentType=false
@@ -17,51 +18,51 @@ import triton.language as tl
 from muse_fn.kernels.gpu import INTERPRETED
 
 GROUP = 128  # inputs that are renumbered together
+SHORT = tl.constexpr(128)  # the largest e8m0 byte whose factor, 2^(byte - 127 + 126), a bfloat16 holds
+NV_SHIFT = tl.constexpr(2.0**-16)  # what is left out of the factors of NVFP4, whose scales reach 448
 
-# A register of eight codes and one of a scale, twice -> the even inputs' weights of bytes (0, 2) and (1, 3); the odd's.
-_ASM = tl.constexpr("""
-{
-    .reg .b32 r, s, t, one, none;
-    mov.b32 one, 0x7E807E80;
-    mov.b32 none, 0x80008000;
-    shr.u32 r, $4, 6;
-    shl.b32 s, $4, 6;
-    shl.b32 t, $4, 12;
-    and.b32 s, s, 0x01C001C0;
-    lop3.b32 $0, t, 0x80008000, s, 0xEA;
-    shl.b32 s, r, 4;
-    shl.b32 t, $4, 4;
-    and.b32 s, s, 0x01C001C0;
-    lop3.b32 $1, t, 0x80008000, s, 0xEA;
-    shl.b32 s, $4, 2;
-    shl.b32 t, $4, 8;
-    and.b32 s, s, 0x01C001C0;
-    lop3.b32 $2, t, 0x80008000, s, 0xEA;
-    and.b32 s, r, 0x01C001C0;
-    lop3.b32 $3, $4, 0x80008000, s, 0xEA;
-    fma.rn.bf16x2 $0, $0, one, none;
-    fma.rn.bf16x2 $1, $1, one, none;
-    fma.rn.bf16x2 $2, $2, one, none;
-    fma.rn.bf16x2 $3, $3, one, none;
-    fma.rn.bf16x2 $0, $0, $5, none;
-    fma.rn.bf16x2 $1, $1, $5, none;
-    fma.rn.bf16x2 $2, $2, $5, none;
-    fma.rn.bf16x2 $3, $3, $5, none;
-}
-""")
+
+def _asm(registers: int, *factors: str) -> tl.constexpr:
+    """Registers of eight codes and as many factors -> for each the even inputs' weights of bytes (0, 2), all of (1, 3),
+    then the odd inputs' likewise, each times every factor; "@" is the one given."""
+    lines: list[str] = []
+    for i in range(registers):
+        code, by = f"${4 * registers + i}", f"${5 * registers + i}"
+        e, f, g, h = (f"${n * registers + i}" for n in range(4))
+        cut = "and.b32 s, s, 0x01C001C0; lop3.b32"
+        lines += [
+            f"shl.b32 s, {code}, 6; shl.b32 t, {code}, 12; {cut} {e}, t, 0x80008000, s, 0xEA;",
+            f"shr.u32 s, {code}, 2; shl.b32 t, {code}, 4; {cut} {f}, t, 0x80008000, s, 0xEA;",
+            f"shl.b32 s, {code}, 2; shl.b32 t, {code}, 8; {cut} {g}, t, 0x80008000, s, 0xEA;",
+            f"shr.u32 s, {code}, 6; {cut} {h}, {code}, 0x80008000, s, 0xEA;",
+        ]
+        lines += [f"mul.rn.bf16x2 {x}, {x}, {by if n == '@' else n};" for n in factors for x in (e, f, g, h)]
+    return tl.constexpr("{\n.reg .b32 s, t, one;\nmov.b32 one, 0x7E807E80;\n" + "\n".join(lines) + "\n}")
+
+
+def _constraints(registers: int) -> tl.constexpr:
+    return tl.constexpr(",".join(["=&r"] * 4 * registers + ["r"] * 2 * registers))
+
+
+# 16 bytes at once where registers allow it: the compiler then keeps them together.
+_ASM, _LONG_ASM, _OF_FOUR = _asm(4, "@"), _asm(4, "one", "@"), _constraints(4)
+_ONE_ASM, _ONE_LONG_ASM, _OF_ONE = _asm(1, "@"), _asm(1, "one", "@"), _constraints(1)
 
 
 @triton.jit
-def column(input):
+def column(input, FEW: tl.constexpr):
     """Where an input 0 .. GROUP - 1 stands: even inputs in columns 0 .. 63, odd ones in 64 .. 127."""
-    j = input >> 1  # its byte: q q s s low high
-    k = ((j >> 2) & 3) * 16 + (j & 1) * 8 + (j >> 4) * 2 + ((j >> 1) & 1)
+    j = input >> 1  # its byte: q q s s low high, of thread q
+    if FEW:
+        k = ((j >> 2) & 3) * 16 + (j >> 4) * 4 + (j & 1) * 2 + ((j >> 1) & 1)
+    else:
+        k = ((j >> 2) & 3) * 16 + (j & 1) * 8 + (j >> 4) * 2 + ((j >> 1) & 1)
     return (input & 1) * 64 + k
 
 
 @triton.jit
 def row_of(r, BN: tl.constexpr, WARPS: tl.constexpr):
-    """Which of BN rows in memory stands as row r of a product's result; pairs (0, 8) of 16 are its two halves."""
+    """Which of BN rows in memory stands as row r of a product of many; pairs (0, 8) of 16 are its two halves."""
     warp, half = (r // 16) % WARPS, (r // 8) % 2
     return (r // (16 * WARPS)) * (16 * WARPS) + half * (8 * WARPS) + warp * 8 + r % 8
 
@@ -74,6 +75,12 @@ def e8m0(byte):
 
 
 @triton.jit
+def short_factor(byte):
+    """2^(byte - 1) likewise, for bytes up to SHORT, and that of SHORT for those above."""
+    return tl.minimum(byte, SHORT) * 0x800080 + 0x3F003F00
+
+
+@triton.jit
 def _value(nibble):
     """E2M1 -> float32, for the interpreter."""
     exponent, half = (nibble >> 1) & 3, (nibble & 1).to(tl.float32) * 0.5
@@ -82,9 +89,11 @@ def _value(nibble):
 
 
 @triton.jit
-def _scaled(codes, scale, at: tl.constexpr):
+def _scaled(codes, factor, at: tl.constexpr, LONG: tl.constexpr):
     """The code at bit `at` of each register, for the interpreter."""
-    return (_value((codes >> at) & 15) * (scale << 16).to(tl.float32, bitcast=True)).to(tl.bfloat16)  # exact
+    value = _value((codes >> at) & 15)
+    value = value if LONG else value * 2.0**-126
+    return (value * (factor << 16).to(tl.float32, bitcast=True)).to(tl.bfloat16)  # exact
 
 
 @triton.jit
@@ -93,27 +102,36 @@ def _half(x, at: tl.constexpr):
 
 
 @triton.jit
-def _placed(a, b, c, d, BN: tl.constexpr, WARPS: tl.constexpr):
-    """Bytes 0, 2, 1, 3 of registers [BN, 16] as the columns of a left factor bfloat16 [BN, 64]."""
-    x = tl.join(tl.join(a, b), tl.join(c, d))
-    x = tl.reshape(x, (BN // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2))  # … half w l, q s low high
-    return tl.reshape(tl.permute(x, (0, 2, 1, 3, 5, 7, 4, 6)), (BN, 64))
+def weights(codes, factor, FEW: tl.constexpr, LONG: tl.constexpr):
+    """Codes int32 [..., 16], eight in each, and for each the bfloat16 it is multiplied with, twice in an int32 -> the
+    weights of the even and of the odd inputs, bfloat16 [..., 16, 2, 2]: register, (0, 2) or (1, 3), which of both."""
+    if INTERPRETED:
+        even = tl.join(tl.join(_scaled(codes, factor, 0, LONG), _scaled(codes, factor, 16, LONG)),
+                       tl.join(_scaled(codes, factor, 8, LONG), _scaled(codes, factor, 24, LONG)))  # fmt: skip
+        odd = tl.join(tl.join(_scaled(codes, factor, 4, LONG), _scaled(codes, factor, 20, LONG)),
+                      tl.join(_scaled(codes, factor, 12, LONG), _scaled(codes, factor, 28, LONG)))  # fmt: skip
+    else:
+        four: tl.constexpr = _LONG_ASM if LONG else _ASM
+        one: tl.constexpr = _ONE_LONG_ASM if LONG else _ONE_ASM
+        e, f, g, h = tl.inline_asm_elementwise(
+            four if FEW else one, _OF_FOUR if FEW else _OF_ONE, [codes, factor],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=4 if FEW else 1,
+        )  # fmt: skip
+        even = tl.join(tl.join(_half(e, 0), _half(e, 16)), tl.join(_half(f, 0), _half(f, 16)))
+        odd = tl.join(tl.join(_half(g, 0), _half(g, 16)), tl.join(_half(h, 0), _half(h, 16)))
+    return even, odd
 
 
 @triton.jit
-def unpack(codes, scale, BN: tl.constexpr, WARPS: tl.constexpr):
-    """Codes int32 [BN, 16], eight in each, and for each a scale as `e8m0` gives it -> the even and the odd inputs'
-    weights, bfloat16 [BN, 64], rows and columns renumbered."""
-    if INTERPRETED:
-        even = _placed(_scaled(codes, scale, 0), _scaled(codes, scale, 16),
-                       _scaled(codes, scale, 8), _scaled(codes, scale, 24), BN, WARPS)  # fmt: skip
-        odd = _placed(_scaled(codes, scale, 4), _scaled(codes, scale, 20),
-                      _scaled(codes, scale, 12), _scaled(codes, scale, 28), BN, WARPS)  # fmt: skip
-    else:
-        e, f, g, h = tl.inline_asm_elementwise(
-            _ASM, "=&r,=&r,=&r,=&r,r,r", [codes, scale],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-        even = _placed(_half(e, 0), _half(e, 16), _half(f, 0), _half(f, 16), BN, WARPS)
-        odd = _placed(_half(g, 0), _half(g, 16), _half(h, 0), _half(h, 16), BN, WARPS)
-    return even, odd
+def placed_few(x, S: tl.constexpr, BN: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Weights [8, S, AT_ONCE * BN / 8, 16, 2, 2] as left factors [S, BN, AT_ONCE * 64]: row 8 b + l of part s is
+    [l, s, b] of every group."""
+    x = tl.reshape(x, (8, S, AT_ONCE, BN // 8, 4, 4, 2, 2))  # l s group b, thread, register, low, high
+    return tl.reshape(tl.permute(x, (1, 3, 0, 2, 5, 4, 7, 6)), (S, BN, AT_ONCE * 64))
+
+
+@triton.jit
+def placed_many(x, BN: tl.constexpr, WARPS: tl.constexpr):
+    """Weights [8, WARPS, BN / 8 / WARPS, 16, 2, 2] as a left factor [BN, 64]; `row_of` says which row is where."""
+    x = tl.reshape(x, (8, WARPS, BN // (16 * WARPS), 2, 4, 4, 2, 2))  # l w … half, thread, register, low, high
+    return tl.reshape(tl.permute(x, (2, 1, 3, 0, 5, 7, 4, 6)), (BN, 64))

@@ -18,11 +18,12 @@ ROWS = 16
 KEYS = 64
 
 
-def linear(x: Tensor, w: Weight) -> Tensor:
+def linear(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """reference.linear, ROWS rows at a time."""
     w = dequantise(w, x.dtype) if isinstance(w, (MXFP4, NVFP4)) else w
     rows = x.to(w.dtype).flatten(0, -2)
-    return torch.cat([F.linear(tile, w) for tile in _tiles(rows)])[: len(rows)].unflatten(0, x.shape[:-1])
+    found = torch.cat([F.linear(tile, w) for tile in _tiles(rows)])[: len(rows)]
+    return found.unflatten(0, x.shape[:-1]).to(dtype or w.dtype)
 
 
 def _tiles(rows: Tensor) -> tuple[Tensor, ...]:
@@ -117,9 +118,19 @@ def attend_blocks(
     return attend(q_BTND, k, v, q_pos_BT, k_pos_BS, window, is_start)
 
 
-def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
+def expert_rows(
+    u_TM: Tensor,
+    idx_TR: Tensor,
+    gate_up_EFM: Weight,
+    down_EMF: Weight,
+    *,
+    first: int = 0,
+    dtype: torch.dtype | None = None,
+    arranged: Tensor | tuple[()] | None = None,
+) -> Tensor:
     """reference.expert_rows, the routes of each expert ROWS at a time."""
-    routes = idx_TR.flatten()
+    del arranged
+    routes = idx_TR.flatten() - first
     out = u_TM.new_zeros(len(routes), u_TM.shape[-1])
     for expert in range(logical_shape(down_EMF)[0]):
         (mine,) = torch.where(routes == expert)
@@ -127,7 +138,7 @@ def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Wei
             gate_up, down = (_of_expert(w, expert) for w in (gate_up_EFM, down_EMF))
             gate, up = linear(u_TM[mine // idx_TR.shape[-1]], gate_up).chunk(2, -1)
             out[mine] = linear(silu(gate) * up, down)
-    return out.unflatten(0, idx_TR.shape)
+    return out.unflatten(0, idx_TR.shape).to(dtype or u_TM.dtype)
 
 
 def _of_expert(w: Weight, expert: int) -> Weight:

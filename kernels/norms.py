@@ -1,4 +1,4 @@
-"""The four RMS norms, the residual gate and rotary position: elementwise equations, all in float32.
+"""The RMS norms, the residual gate and rotary position: elementwise equations, all in float32.
 
 Source of the formulas: the published model as implemented in transformers 5.24. Inputs of any float dtype, outputs
 float32; the matrix product that follows rounds once, to its weight's dtype.
@@ -19,13 +19,8 @@ def plain_norm(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps)
 
 
-def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight, the weight near 1."""
-    return plain_norm(x, eps) * weight.float()
-
-
 class Gain(NamedTuple):
-    """The weight of a centred or input-scaled norm worked out: 1 + weight, float32."""
+    """The factor of a norm, float32: 1 + weight of a centred or input-scaled one, the final norm's weight itself."""
 
     factor: Tensor
 
@@ -77,12 +72,21 @@ class Rotary(NamedTuple):
     sin: Tensor
 
 
+def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """float32 [D]: by how much the pair of each channel turns from one position to the next."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    return (theta**exponents).reciprocal().repeat(2)
+
+
+def rotary_at(pos_BT: Tensor, frequencies_D: Tensor) -> Rotary:
+    """The angles at these positions, each one float32 product."""
+    angles = pos_BT[..., None, None] * frequencies_D
+    return Rotary(angles.cos(), angles.sin())
+
+
 def rotary_angles(pos_BT: Tensor, head_dim: int, theta: float) -> Rotary:
     """The angle of pair (j, j + D/2) at position p is p * theta^(-2j/D)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=pos_BT.device) / head_dim
-    angles = pos_BT[..., None, None].float() * (1.0 / theta**exponents)
-    angles = torch.cat([angles, angles], -1)
-    return Rotary(angles.cos(), angles.sin())
+    return rotary_at(pos_BT, rotary_frequencies(head_dim, theta, pos_BT.device))
 
 
 def rotate(x_BTND: Tensor, rotary: Rotary) -> Tensor:

@@ -14,13 +14,20 @@ from muse_fn.kernels.packed import Weight
 from muse_fn.kernels.reference import linear, sigmoid, write_rows
 
 ROUTE_EPS = 1e-15
-Linear = Callable[[Tensor, Weight], Tensor]
+Linear = Callable[[Tensor, Weight, torch.dtype | None], Tensor]
 Elementwise = Callable[[Tensor], Tensor]
 
 
-def linears(x: Tensor, ws: Sequence[Weight], linear: Linear = linear) -> tuple[Tensor, ...]:
+def linears(
+    x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None, linear: Linear = linear
+) -> tuple[Tensor, ...]:
     """Several products of one input [..., in]: each as `linear`."""
-    return tuple(linear(x, w) for w in ws)
+    return tuple(linear(x, w, dtype) for w in ws)
+
+
+def whole(parts: Tensor) -> Tensor:
+    """Rows in parts [P, ..., W / P], in the order of their columns -> [..., W]."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts.unbind(), -1)
 
 
 def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
@@ -45,10 +52,12 @@ def join(
     eps: float,
     dtype: torch.dtype,
 ) -> Joined:
-    """The branch [..., H] normed (input-scaled where `scale` is given), blended into the stream h, which is normed.
+    """The branch normed (input-scaled where `scale` is given), blended into the stream h [..., H], which is normed.
 
+    The branch is in parts [P, ..., H / P], as `whole` takes them.
     h' = alpha h + beta b with b = y / rms(y), y = branch or branch * scale; a = h' / rms(h') * norm, in `dtype`.
     """
+    branch = whole(branch)
     b = plain_norm(branch, post_eps) if scale is None else input_scaled_norm(branch, scale, post_eps)
     h = residual_gate(h, b, mix)
     return Joined(h, h if norm is None else normed(h, norm, eps, dtype))
@@ -119,9 +128,35 @@ def route(
     return Routes(idx, weight.gather(-1, order))
 
 
-def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float) -> Tensor:
-    """Norms each route's row (input-scaled), weights it and sums over routes: [T, R, M] -> float32 [T, M].
+class Chosen(NamedTuple):
+    """The experts of each token, and what goes into them."""
+
+    routes: Routes
+    u_TM: Tensor
+    # Its rows once more, in groups of 128 columns as packed experts take them; () where no form wants them.
+    arranged_TM: Tensor | tuple[()] = ()
+
+
+def choose(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    multiplier: float,
+    factor: float,
+    squeezed_PTm: Tensor,
+    norm: Gain,
+    eps: float,
+    dtype: torch.dtype,
+    sigmoid: Elementwise = sigmoid,
+) -> Chosen:
+    """`route`, and the squeezed tokens, in parts as `whole` takes them, normed and rounded to `dtype`."""
+    routes = route(logits_TE, bias_E, top_k, multiplier, factor, sigmoid)
+    return Chosen(routes, normed(whole(squeezed_PTm), norm, eps, dtype))
+
+
+def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
+    """Norms each route's row (input-scaled), weights it, sums over routes in float32: [T, R, M] -> [T, M] in `dtype`.
 
     The rows must be whole: the norm of a partial sum is not a part of the norm.
     """
-    return (input_scaled_norm(y_TRM, norm, eps) * weight_TR.unsqueeze(-1)).sum(1)
+    return (input_scaled_norm(y_TRM, norm, eps) * weight_TR.unsqueeze(-1)).sum(1).to(dtype)

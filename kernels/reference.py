@@ -15,13 +15,14 @@ SCORE_BYTES = 20  # that `attend` takes at once for each query, key and head: sc
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as a float of so many bytes
 
 
-def linear(x: Tensor, w: Weight) -> Tensor:
+def linear(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """x [..., in] times w [out, in] transposed -> [..., out].
 
     A tensor weight sets the dtype: x is rounded to it and the result has it. A packed weight is dequantised to x's.
+    With a wider `dtype` a form that sums in it need not round the result, which then has it.
     """
     w = dequantise(w, x.dtype) if isinstance(w, (MXFP4, NVFP4)) else w
-    return F.linear(x.to(w.dtype), w)
+    return F.linear(x.to(w.dtype), w).to(dtype or w.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -103,17 +104,29 @@ def attend_blocks(
     return attend(q_BTND, k, v, q_pos_BT, k_pos_BS, window, is_start)
 
 
-def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
+def expert_rows(
+    u_TM: Tensor,
+    idx_TR: Tensor,
+    gate_up_EFM: Weight,
+    down_EMF: Weight,
+    *,
+    first: int = 0,
+    dtype: torch.dtype | None = None,
+    arranged: Tensor | tuple[()] | None = None,
+) -> Tensor:
     """One row per route: expert e of route (t, r) applied to token t -> [T, R, M], not normed, weighted or summed.
 
-    gate_up is [E, 2F, M] with the gate rows first, down [E, M, F]; the result has u's dtype. A route to an expert that
-    is not among these (an id below 0 or from E on: another rank has it) gets a row of exact zeros.
+    gate_up is [E, 2F, M] with the gate rows first, down [E, M, F]; they are experts `first` to `first` + E - 1. A route
+    to any other (another rank has it) gets a row of exact zeros. The result has `dtype`, u's unless given; a form that
+    sums in it need not round. `arranged` is u in the order of `pieces.Chosen`, for the forms that want it.
     """
+    del arranged
+    idx_TR = idx_TR - first
     here_TR = (idx_TR >= 0) & (idx_TR < logical_shape(down_EMF)[0])
     gate_up, down = (_of_experts(w, torch.where(here_TR, idx_TR, 0), u_TM.dtype) for w in (gate_up_EFM, down_EMF))
     gate, up = einsum(u_TM, gate_up, "t m, t r f m -> t r f").chunk(2, -1)
     rows = einsum(F.silu(gate) * up, down, "t r f, t r m f -> t r m")
-    return torch.where(here_TR.unsqueeze(-1), rows, 0.0)
+    return torch.where(here_TR.unsqueeze(-1), rows, 0.0).to(dtype or u_TM.dtype)
 
 
 def _of_experts(w: Weight, idx_TR: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Protocol
 
 from torch import Tensor, device, dtype, is_grad_enabled
 from torch._C._functorch import TransformType
@@ -13,18 +14,47 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from muse_fn.kernels import cpu, invariant, pieces, reference, static
 from muse_fn.kernels.norms import Gain, Mix, Rotary
 from muse_fn.kernels.packed import Weight
-from muse_fn.kernels.pieces import Joined, Routes
+from muse_fn.kernels.pieces import Chosen, Joined
+
+
+class Linear(Protocol):
+    """reference.linear."""
+
+    def __call__(self, x: Tensor, w: Weight, /, dtype: dtype | None = None) -> Tensor: ...
+
+
+class Linears(Protocol):
+    """pieces.linears."""
+
+    def __call__(self, x: Tensor, ws: Sequence[Weight], /, dtype: dtype | None = None) -> tuple[Tensor, ...]: ...
+
+
+class ExpertRows(Protocol):
+    """reference.expert_rows."""
+
+    def __call__(
+        self,
+        u: Tensor,
+        idx: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        /,
+        *,
+        first: int = 0,
+        dtype: dtype | None = None,
+        arranged: Tensor | tuple[()] | None = None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Ops:
     """The operations a decoder is made of; contracts in kernels/reference.py and kernels/pieces.py."""
 
-    linear: Callable[[Tensor, Weight], Tensor]
+    linear: Linear
     attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
     attend_blocks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
-    expert_rows: Callable[[Tensor, Tensor, Weight, Weight], Tensor]
-    linears: Callable[[Tensor, Sequence[Weight]], tuple[Tensor, ...]]
+    expert_rows: ExpertRows
+    linears: Linears
     why: str
     silu: Callable[[Tensor], Tensor] = reference.silu
     normed: Callable[[Tensor, Gain, float, dtype], Tensor] = pieces.normed
@@ -34,8 +64,8 @@ class Ops:
         pieces.place
     )
     gated: Callable[[Tensor, Tensor, float, dtype], Tensor] = pieces.gated
-    route: Callable[[Tensor, Tensor, int, float, float], Routes] = pieces.route
-    blend: Callable[[Tensor, Tensor, Gain, float], Tensor] = pieces.blend
+    choose: Callable[[Tensor, Tensor, int, float, float, Tensor, Gain, float, dtype], Chosen] = pieces.choose
+    blend: Callable[[Tensor, Tensor, Gain, float, dtype], Tensor] = pieces.blend
 
 
 REFERENCE = Ops(
@@ -64,7 +94,7 @@ INVARIANT = Ops(
     "the same bits for a row alone, in any batch, chunk or cache state; slower",
     silu=invariant.silu,
     gated=partial(pieces.gated, sigmoid=invariant.sigmoid),
-    route=partial(pieces.route, sigmoid=invariant.sigmoid),
+    choose=partial(pieces.choose, sigmoid=invariant.sigmoid),
 )
 
 STATIC = Ops(

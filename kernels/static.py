@@ -60,8 +60,19 @@ def attend_blocks(
     return reference.attend_blocks(q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window, is_start)
 
 
-def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Weight) -> Tensor:
+def expert_rows(
+    u_TM: Tensor,
+    idx_TR: Tensor,
+    gate_up_EFM: Weight,
+    down_EMF: Weight,
+    *,
+    first: int = 0,
+    dtype: torch.dtype | None = None,
+    arranged: Tensor | tuple[()] | None = None,
+) -> Tensor:
     """reference.expert_rows without sizes that depend on data, each expert read once per tile of its routes."""
+    del arranged
+    idx_TR = idx_TR - first
     experts, count = logical_shape(down_EMF)[0], idx_TR.numel()
     here_TR = (idx_TR >= 0) & (idx_TR < experts)
     rows = rows_of_a_tile(count, experts)
@@ -77,7 +88,7 @@ def expert_rows(u_TM: Tensor, idx_TR: Tensor, gate_up_EFM: Weight, down_EMF: Wei
         made = _tiles(padded[:-1].unflatten(0, (-1, rows)), expert_of_tile, gate_up_EFM, down_EMF).flatten(0, 1)
         back = torch.empty_like(order).scatter(0, order, place.clamp_max(len(made) - 1))
         out = made.index_select(0, back)
-    return torch.where(here_TR.unsqueeze(-1), out.unflatten(0, idx_TR.shape), 0.0)
+    return torch.where(here_TR.unsqueeze(-1), out.unflatten(0, idx_TR.shape), 0.0).to(dtype or u_TM.dtype)
 
 
 def rows_of_a_tile(routes: int, experts: int) -> int:

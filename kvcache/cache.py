@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muse_fn.kernels.around import triton_form
 from muse_fn.kernels.reference import rows_of, write_rows
 from muse_fn.kvcache.layout import Layout, layout_of
 from muse_fn.params.config import Config
@@ -104,6 +105,8 @@ def own_blocks(config: Config, batch: int, positions: int, block_size: int = 16,
 
 def step_positions(view: View, length: int) -> Tensor:
     """int64 [B, T]: the positions of a step's columns, padding included."""
+    if length == 1:
+        return view.past_B[:, None]
     return view.past_B[:, None] + torch.arange(length, device=view.past_B.device)
 
 
@@ -117,20 +120,22 @@ class Places(NamedTuple):
 
 def locate(view: View, length: int, block_size: int, layout: Layout) -> tuple[Places, ...]:
     """Where a step of `length` columns writes and what it reads, for each window group."""
-    pos = step_positions(view, length)
-    column = (pos // block_size).clamp_max(view.table_GBN.shape[2] - 1)
-    real = torch.arange(length, device=pos.device) < view.count_B[:, None]
-    found: list[Places] = []
-    for window, table_BN in zip(layout.windows, view.table_GBN.unbind(), strict=True):
-        write = table_BN.gather(1, column) * block_size + pos % block_size
-        blocks, pos_BS = _context_of(view, table_BN, window, length, block_size)
-        found.append(Places(torch.where(real, write, pos % block_size).flatten(), blocks, pos_BS))
-    return tuple(found)
+    pos_BT = step_positions(view, length)
+    column = (pos_BT // block_size).clamp_max(view.table_GBN.shape[2] - 1)
+    real, within = torch.arange(length, device=pos_BT.device) < view.count_B[:, None], pos_BT % block_size
+    start_GBT = view.table_GBN.gather(2, column.expand(len(view.table_GBN), -1, -1)) * block_size
+    write_GR = (torch.where(real, start_GBT, 0) + within).flatten(1)
+    seen = {window: _context_of(view, window, length, block_size) for window in {*layout.windows}}
+    return tuple(
+        Places(write, table_BN.gather(1, seen[window][0]), seen[window][1])
+        for window, table_BN, write in zip(layout.windows, view.table_GBN.unbind(), write_GR.unbind(), strict=True)
+    )
 
 
-def _context_of(view: View, table_BN: Tensor, window: int, length: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Blocks [B, C] and positions [B, S] that a step of `length` columns can see, -1 for those it cannot."""
-    width = table_BN.shape[1]
+def _context_of(view: View, window: int, length: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Columns of a table [B, C] and positions [B, S] that a step of `length` columns can see, -1 for those it cannot:
+    alike for all groups of a window."""
+    width = view.table_GBN.shape[2]
     oldest = (view.past_B - window + 1).clamp_min(0) if window else torch.zeros_like(view.past_B)
     # However its start lies, a stretch of n positions meets at most this many blocks.
     columns = min(width, (window - 1 + length + block_size - 2) // block_size + 1) if window else width
@@ -138,7 +143,21 @@ def _context_of(view: View, table_BN: Tensor, window: int, length: int, block_si
     column = first[:, None] + torch.arange(columns, device=first.device)
     pos = (column[..., None] * block_size + torch.arange(block_size, device=first.device)).flatten(1)
     seen = (pos >= oldest[:, None]) & (pos < (view.past_B + view.count_B)[:, None])
-    return table_BN.gather(1, column), torch.where(seen, pos, -1)
+    return column, torch.where(seen, pos, -1)
+
+
+def locate_next(view: View, block_size: int, layout: Layout, most: int) -> tuple[View, tuple[Places, ...]]:
+    """`locate` for one new position of each row. A row that has no block for it, or `most` positions already, becomes
+    padding: its count is 0 in the view returned."""
+    form = triton_form(view.past_B.device)
+    if form and not form.why_not_locate(view.table_GBN, layout.windows):
+        count_B, found = form.locate_next(*view, layout.windows, block_size, most)
+        return view._replace(count_B=count_B), tuple(Places(*of_group) for of_group in found)
+    (groups, _, width), column_B = view.table_GBN.shape, view.past_B // block_size
+    own_GB1 = view.table_GBN.gather(2, column_B.clamp_max(width - 1).expand(groups, -1)[..., None])
+    has_room_B = (own_GB1[..., 0] > 0).all(0) & (column_B < width) & (view.past_B < most)
+    view = view._replace(count_B=torch.where(has_room_B, view.count_B, 0))
+    return view, locate(view, 1, block_size, layout)
 
 
 def append(kv: KVCache, slot: int, k_BTKD: Tensor, v_BTKD: Tensor, at: Places) -> KVCache:

@@ -9,7 +9,7 @@ from muse_fn.kernels.select import Ops
 from muse_fn.kvcache.cache import KVCache, Places
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Attention
-from muse_fn.sharding.collectives import psum
+from muse_fn.sharding.collectives import psum, summed_in
 from muse_fn.sharding.mesh import ONE, STAGE, Mesh
 
 
@@ -51,5 +51,5 @@ def attention(
         q_BTND, k_BTKD = ops.heads(q, k, rotary, width, config.qk_scale_factor, eps)
         v_BTKD = v.unflatten(-1, (-1, width))
         o = ops.attend(q_BTND, k_BTKD, v_BTKD, step.pos_BT, step.pos_BT, window, step.is_start)
-    b = ops.linear(ops.gated(o, gate, eps, p.o.dtype), p.o)
-    return psum(b.float(), mesh, STAGE), kv
+    b = ops.linear(ops.gated(o, gate, eps, p.o.dtype), p.o, summed_in(mesh, STAGE))
+    return psum(b, mesh, STAGE), kv

@@ -118,9 +118,14 @@ class Arguments:
                 copies.append((wanted, leaves[name]))
         if problems:
             raise CaptureError("\n".join(problems))
+        # One launch for all of a dtype that are on the device: each is small, and a launch takes longer than its copy.
+        together: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for into, given in copies:
             if into.data_ptr() != given.data_ptr():
-                into.copy_(given, non_blocking=True)
+                together.setdefault((into.dtype, given.device), []).append((into, given))
+        for pairs in together.values():
+            sides = [list(side) for side in zip(*pairs, strict=True)]
+            torch._foreach_copy_(*sides, non_blocking=True)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 class Captured(ABC, Generic[Result]):

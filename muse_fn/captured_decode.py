@@ -19,7 +19,7 @@ from muse_fn.capture import Captured, capture
 from muse_fn.decoder import Chunk, Scales, hidden_states, logits, scales
 from muse_fn.kernels.one_op import one_op
 from muse_fn.kernels.select import Ops, select
-from muse_fn.kvcache.cache import KVCache, View, check_alive, consume, locate, step_positions
+from muse_fn.kvcache.cache import KVCache, View, check_alive, consume, locate, locate_next, step_positions
 from muse_fn.kvcache.layout import layout_of
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Params, map_tensors, sample_tensor
@@ -61,10 +61,21 @@ def decode_logits(
 ) -> Tensor:
     """`decode` without its host side: float32 [B, T, V], or this rank's share of V. Writes into the arenas and looks at
     no value, so that a graph can hold it; who calls has checked the step."""
+    length = tokens_BT.shape[1]
+    places = locate(view, length, arenas.k[0].shape[1], layout_of(config, mesh))
+    return _logits_of(params, Chunk(tokens_BT, step_positions(view, length), places), arenas, config, mesh, every, ops)
+
+
+def _logits_of(
+    params: Params,
+    chunk: Chunk,
+    arenas: Arenas,
+    config: Config,
+    mesh: Mesh,
+    every: tuple[Scales, ...],
+    ops: Ops | None,
+) -> Tensor:
     ops = ops or select(sample_tensor(params).device)
-    layout, length = layout_of(config, mesh), tokens_BT.shape[1]
-    places = locate(view, length, arenas.k[0].shape[1], layout)
-    chunk = Chunk(tokens_BT, step_positions(view, length), places)
     h = hidden_states(params, [chunk], KVCache(*arenas, _DEAD), config, ops, mesh, every).h_BTH
     return logits(params, h, config, ops, mesh, gathered=False)
 
@@ -88,17 +99,13 @@ def decode_and_sample(
     The token drawn takes the position after this step's. -1 stands for a row whose logits are not finite, that is
     padding, or that has no block for its new position, which makes it padding; a row that once got -1 stays so.
     """
-    block, width = arenas.k[0].shape[1], view.table_GBN.shape[2]
-    column_B = view.past_B // block
-    own_GB = view.table_GBN.gather(2, column_B.clamp_max(width - 1).expand(len(view.table_GBN), -1)[..., None])[..., 0]
-    has_room_B = (own_GB > 0).all(0) & (column_B < width) & (view.past_B < config.max_positions)
-    view = view._replace(count_B=torch.where(has_room_B, view.count_B, 0))
-    z_BV = decode_logits(params, tokens_B1.clamp_min(0), arenas, view, config, mesh, every=every, ops=ops)[:, 0]
-    past_B = view.past_B + view.count_B
+    view, places = locate_next(view, arenas.k[0].shape[1], layout_of(config, mesh), config.max_positions)
+    chunk = Chunk(tokens_B1, step_positions(view, 1), places)
+    z_BV = _logits_of(params, chunk, arenas, config, mesh, every, ops)[:, 0]
+    past_B, going_B = view.past_B + view.count_B, (view.count_B > 0) & (tokens_B1[:, 0] >= 0)
     allowed = allowed_V if isinstance(allowed_V, Tensor) else None
-    chosen_B = sample(z_BV, draw, past_B, allowed_V=allowed, filtered=filtered, mesh=mesh)
-    going_B = (view.count_B > 0) & (tokens_B1[:, 0] >= 0)
-    return torch.where(going_B, chosen_B, -1)[:, None], past_B, view.count_B, arenas
+    chosen_B = sample(z_BV, draw, past_B, allowed_V=allowed, filtered=filtered, going_B=going_B, mesh=mesh)
+    return chosen_B[:, None], past_B, view.count_B, arenas
 
 
 @dataclass(frozen=True)

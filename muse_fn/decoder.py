@@ -1,26 +1,18 @@
 """The model: embed, layers, head. The residual stream is float32; each matrix product rounds its input once.
 
 Read with the equations of the published model beside it: every line here is one of them. On a mesh every rank runs the
-same lines on its part of the parameters; `psum` and `gather` are where the parts meet.
+same lines on its part of the parameters; `psum`, `stacked` and `gather` are where the parts meet.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from muse_fn.attention import Step, attention
-from muse_fn.kernels.norms import (
-    Gain,
-    Mix,
-    final_norm,
-    gain,
-    mix,
-    plain_norm,
-    rotary_angles,
-)
+from muse_fn.kernels.around import capped, embedding, rotary_of
+from muse_fn.kernels.norms import Gain, Mix, gain, mix, plain_norm
 from muse_fn.kernels.pieces import Joined
 from muse_fn.kernels.select import Ops, select, under_vmap
 from muse_fn.kvcache.cache import KVCache, Places
@@ -126,7 +118,7 @@ def _stream_like(chunk: Chunk, config: Config) -> Tensor:
 
 
 def _step_of(chunk: Chunk, config: Config, mesh: Mesh) -> Step:
-    rotary = rotary_angles(chunk.pos_BT, config.head_dim, config.rope_theta)
+    rotary = rotary_of(chunk.pos_BT, config.head_dim, config.rope_theta)
     return Step(chunk.pos_BT, rotary, chunk.places, layout_of(config, mesh).places, chunk.is_start)
 
 
@@ -198,17 +190,9 @@ def scales(layers: tuple[Layer, ...], config: Config) -> tuple[Scales, ...]:
 def embed(params: Params, tokens_BT: Tensor, config: Config, mesh: Mesh = ONE) -> Tensor:
     """Rows of the table, normed: int64 [B, T] -> float32 [B, T, H]."""
     assert isinstance(params.embed, Tensor), "the first stage embeds"
-    return plain_norm(_rows_of(params.embed, tokens_BT, mesh), config.rms_norm_eps)
-
-
-def _rows_of(table_VH: Tensor, tokens_BT: Tensor, mesh: Mesh) -> Tensor:
-    """Rows by token id; each rank has some of the table, and zeros for the ids of the others."""
-    if mesh.size(STAGE) == 1:
-        return F.embedding(tokens_BT, table_VH)
-    local_BT = tokens_BT - mesh.index(STAGE) * len(table_VH)
-    here_BT = (local_BT >= 0) & (local_BT < len(table_VH))
-    rows = F.embedding(torch.where(here_BT, local_BT, 0), table_VH)
-    return psum(torch.where(here_BT.unsqueeze(-1), rows, 0.0), mesh, STAGE)
+    # Each rank has some rows of the table, and zeros for the ids of the others; an id below 0 is nobody's.
+    rows = embedding(params.embed, tokens_BT, mesh.index(STAGE) * len(params.embed))
+    return plain_norm(psum(rows, mesh, STAGE), config.rms_norm_eps)
 
 
 def decoder_layer(
@@ -230,7 +214,7 @@ def decoder_layer(
     post_eps, eps = config.post_norm_eps, config.rms_norm_eps
     h, a = stream
     b, kv = attention(p.attn, a, kv, layer, step, config, ops, mesh)
-    h, m = ops.join(h, b, None, s.attn_gate, s.mlp_norm, post_eps, eps, torch.float32)
+    h, m = ops.join(h, b[None], None, s.attn_gate, s.mlp_norm, post_eps, eps, torch.float32)
     f, taken = mlp(p.mlp, m, config, ops, mesh, s.moe)
     return ops.join(h, f, s.mlp_post_norm, s.mlp_gate, coming.norm, post_eps, eps, coming.dtype), kv, taken
 
@@ -253,5 +237,5 @@ def capped_logits(params: Params, h: Tensor, config: Config, ops: Ops) -> Tensor
     head = params.head if isinstance(params.head, Tensor) else params.embed
     assert isinstance(head, Tensor), "the last stage has the head"
     assert isinstance(params.norm, Tensor), "the last stage has the final norm"
-    z = ops.linear(final_norm(h, params.norm, config.rms_norm_eps), head).float() * config.output_multiplier
-    return torch.tanh(z / config.soft_cap) * config.soft_cap if config.soft_cap else z
+    x = ops.normed(h, Gain(params.norm.float()), config.rms_norm_eps, head.dtype)
+    return capped(ops.linear(x, head), config.output_multiplier, config.soft_cap)

@@ -113,9 +113,10 @@ def sample(
     allowed_V: Tensor | None = None,
     filtered: bool = True,
     greedy: bool = False,
+    going_B: Tensor | None = None,
     mesh: Mesh = ONE,
 ) -> Tensor:
-    """The next token of each row: float32 logits [B, V] -> int64 [B], -1 for a row that is not finite.
+    """The next token of each row: float32 logits [B, V] -> int64 [B], -1 for a row that is not finite or not going.
 
     `pos_B` is the position the token will take; with the row's seed it fixes the noise. Ids that are False in
     `allowed_V` (bool [V], or [B, V] where rows differ) are never drawn. Temperature acts first, then top_k, then top_p
@@ -126,11 +127,16 @@ def sample(
     width = logits_BV.shape[-1]
     start = mesh.index(STAGE) * width
     allowed = None if allowed_V is None else allowed_V[..., start : start + width]
-    if not (filtered or why_no_triton(logits_BV.device) or (noise := _triton_form()).why_not(logits_BV, allowed)):
-        value, ids, bad_B = _drawn_by(noise, logits_BV, draw, pos_B, allowed, greedy, start, mesh)
-        choices, bad_B = _of_all_ranks(value, ids, bad_B, mesh)
-        return torch.where(bad_B, -1, torch.where(draw.temperature_B > 0, choices[-1], choices[0]))
+    if not (filtered or why_no_triton(logits_BV.device) or (form := _triton_form()).why_not(logits_BV, allowed)):
+        # What each rank found in the blocks of its share goes to all.
+        tops = drawn = stacked(form.tops(logits_BV, start, allowed), mesh, STAGE)
+        if not greedy:
+            own = form.draw(logits_BV, tops, draw.temperature_B, draw.key_B, pos_B, start, allowed)
+            drawn = stacked(own, mesh, STAGE)
+        return form.tokens(tops, drawn, draw.temperature_B, going_B)
     bad_B = ~torch.isfinite(logits_BV).all(-1)
+    if going_B is not None:
+        bad_B = bad_B | ~going_B
     if allowed is not None:
         logits_BV = logits_BV.masked_fill(~allowed, -torch.inf)
     if greedy:
@@ -145,27 +151,6 @@ def sample(
     return torch.where(bad_B, -1, torch.where(draw.temperature_B > 0, choices[1], choices[0]))
 
 
-def _drawn_by(
-    noise: Any,
-    logits_BV: Tensor,
-    draw: Draw,
-    pos_B: Tensor,
-    allowed: Tensor | None,
-    greedy: bool,
-    start: int,
-    mesh: Mesh,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `sample` computes before the ranks compare, by kernels: values and ids [C, B], whether a row is bad [B]."""
-    top_B = None
-    if greedy or mesh.size(STAGE) > 1:
-        first = noise.largest(logits_BV, start, allowed)
-        if greedy:
-            return first.value_B[None], first.id_B[None], first.bad_B
-        top_B = stacked(first.value_B, mesh, STAGE).amax(0)
-    first, value_B, id_B = noise.draw(logits_BV, draw.temperature_B, draw.key_B, pos_B, start, allowed, top_B)
-    return torch.stack([first.value_B, value_B]), torch.stack([first.id_B, id_B]), first.bad_B
-
-
 @lru_cache
 def _triton_form() -> Any:
     return import_module("muse_fn.kernels.gpu_sample")
@@ -174,14 +159,9 @@ def _triton_form() -> Any:
 def _largest(x_CBV: Tensor, start: int, bad_B: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
     """The lowest id of the largest value of each row, int64 [C, B], and whether the row is bad anywhere, bool [B]."""
     value_CB, id_CB = x_CBV.max(-1)
-    return _of_all_ranks(value_CB, id_CB + start, bad_B, mesh)
-
-
-def _of_all_ranks(value_CB: Tensor, id_CB: Tensor, bad_B: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """`_largest` where each rank knows its own largest values and their ids."""
     if mesh.size(STAGE) == 1:
-        return id_CB.long(), bad_B
-    mine = torch.cat([value_CB.float().view(torch.int32), id_CB.int(), bad_B[None].int()])
+        return id_CB, bad_B
+    mine = torch.cat([value_CB.float().view(torch.int32), (id_CB + start).int(), bad_B[None].int()])
     value, ids, bad = stacked(mine, mesh, STAGE).split([len(value_CB), len(value_CB), 1], 1)
     first = value.contiguous().view(torch.float32).argmax(0, keepdim=True)  # lower ranks have lower ids
     return ids.gather(0, first)[0].long(), bad[:, 0].any(0)

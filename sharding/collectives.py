@@ -31,6 +31,11 @@ def psum(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     return x if mesh.size(axes) == 1 else link_of(mesh).all_sum(x.contiguous(), mesh.peers(axes))
 
 
+def summed_in(mesh: Mesh, axes: Axes) -> torch.dtype | None:
+    """The dtype of what `psum` is to add along these axes: float32; None, which is its own, where nothing is added."""
+    return None if mesh.size(axes) == 1 else torch.float32
+
+
 def gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int = -1) -> Tensor:
     """The x of all ranks along these axes, joined along `dim` in the order of the ranks."""
     return x if mesh.size(axes) == 1 else torch.cat(stacked(x, mesh, axes).unbind(), dim)

@@ -54,10 +54,21 @@ def training_ops(doc_BT: Tensor, loads: list[Tensor]) -> Ops:
         k, v = (x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (k, v))
         return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen).transpose(1, 2)
 
-    def expert_rows(u: Tensor, idx: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def expert_rows(
+        u: Tensor,
+        idx: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        *,
+        first: int = 0,
+        dtype: torch.dtype | None = None,
+        arranged: Tensor | tuple[()] | None = None,
+    ) -> Tensor:
+        del arranged
         assert isinstance(gate_up, Tensor)
+        idx = idx - first
         loads.append(F.one_hot(idx, gate_up.shape[0]).sum((0, 1)))
-        return every_expert(u, idx, gate_up, cast("Tensor", down))
+        return every_expert(u, idx, gate_up, cast("Tensor", down)).to(dtype or u.dtype)
 
     return Ops(
         reference.linear,

@@ -66,19 +66,21 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 def instructions(ptx: str) -> Facts:
-    """How matrices are multiplied, where their left factors lie, and how wide copies to shared memory are."""
-    lines = ptx.splitlines()
-    products = [n for n, line in enumerate(lines) if "wgmma.mma_async" in line]
-    loop: list[str] = []
-    if products:  # from the last label before them on
-        start = max((n for n in range(products[0]) if re.match(r"\s*\$L__BB", lines[n])), default=0)
-        loop = lines[start : products[-1]]
+    """How matrices are multiplied, where their left factors lie, and how memory is read."""
+    blocks = [block.splitlines() for block in re.split(r"^\s*\$L__BB", ptx, flags=re.MULTILINE)]
+    multiply = re.compile(r"\b(wgmma\.mma_async|mma)\.sync")
+    stores = 0  # to shared memory, before the last product of the same turn of a loop
+    for lines in blocks:
+        last = max((n for n, line in enumerate(lines) if multiply.search(line)), default=0)
+        stores += sum("st.shared" in line or "stmatrix" in line for line in lines[:last])
+    grouped = [line for line in ptx.splitlines() if "wgmma.mma_async" in line]
     return {
-        "wgmma": len(products),
-        "from_registers": sum("}, {%r" in lines[n] for n in products),
-        "other_products": sum(" mma.sync" in line or "\tmma.sync" in line for line in lines),
-        "stores_between": sum("st.shared" in line or "stmatrix" in line for line in loop),
+        "wgmma": len(grouped),
+        "from_registers": sum("}, {%r" in line for line in grouped),
+        "mma": len(re.findall(r"\bmma\.sync", ptx)),
+        "stores_between": stores,
         "copies": Counter(int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.shared\.\S+ .*?, (0x\w+)", ptx)),
+        "wide": Counter(re.findall(r"ld\.global(\.L2::256B)?\.v4\.b32", ptx)),
     }
 
 
@@ -143,29 +145,37 @@ def test_every_kernel_is_compiled_and_fits_the_device(tmp_path: Path) -> None:
         assert f["shared"] <= MOST_SHARED, f
     products = [f for f in found if f["kernel"] in ("_gate_up_kernel", "_down_kernel")]
     assert {f["constants"]["FORMAT"] for f in products} == {0, 1, 2}
-    assert {f["constants"]["ROWS"] for f in products} == {16, 128}
+    assert {f["constants"]["ROWS"] for f in products} == {8, 16, 128}
     assert {f["constants"]["ALONE"] for f in products} == {True, False}
     for f in products:
         check_product(f)
 
 
 def check_product(f: Facts) -> None:
-    """That a product of experts is what kernels/gpu_unpack.py renumbers columns for: whole groups of warps multiply,
-    what a thread has unpacked stays in its registers, and codes are copied by 16 bytes."""
+    """That a product of experts is what kernels/gpu_unpack.py renumbers columns for: what a thread has unpacked stays
+    in its registers, and all is read by 16 bytes."""
     c = f["constants"]
-    assert f["wgmma"] > 0, f
-    assert f["other_products"] == 0, f
     copied = f["copies"].get("16", 0) * 16 * 32 * c["WARPS"]
-    if c["FORMAT"]:
-        assert f["from_registers"] == f["wgmma"], f
+    if c["FORMAT"] == 0:
+        assert f["wgmma"] > 0, f
+        assert copied >= c["STAGES"] * 64 * 2 * (c["ROWS"] + c["BN"]), f
+        return
+    if c["K"] > 128 * c["AT_ONCE"] * (c["WARPS"] if c["FEW"] else 1):  # without a loop inputs are stored there
         assert f["stores_between"] == 0, f
+    if c["FEW"]:
+        # A turn's products, of 16 rows, 16 inputs and 8 routes, in the short way and, for MXFP4, in the long one.
+        ways, turn = 3 - c["FORMAT"], c["AT_ONCE"] * 8 * c["BN"] // 16
+        assert f["wgmma"] == 0, f
+        assert f["mma"] >= ways * turn, f
+        assert f["mma"] % turn == 0, f
+        assert f["wide"].get("" if c["ALONE"] else ".L2::256B", 0) >= ways * c["AT_ONCE"] * c["BN"] // 8, f
+    else:
+        assert f["wgmma"] == f["from_registers"] > 0, f
+        assert f["mma"] == 0, f
         # 128 inputs are two products of 64, each of four steps for every 64 rows; with their codes they are all that
         # the copies of a stage bring, but for the scales, which are narrower.
-        groups, rest = divmod(f["wgmma"], 8 * c["BN"] // 64)
-        assert not rest, f
-        assert copied >= c["STAGES"] * groups * (128 * c["ROWS"] * 2 + 64 * c["BN"]), f
-    else:
-        assert copied >= c["STAGES"] * 64 * 2 * (c["ROWS"] + c["BN"]), f
+        assert f["wgmma"] % (8 * c["BN"] // 64) == 0, f
+        assert copied >= c["STAGES"] * (128 * c["ROWS"] * 2 + 64 * c["BN"]), f
 
 
 if __name__ == "__main__":

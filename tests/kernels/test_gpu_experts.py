@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muse_fn.kernels import gpu_experts, reference
-from muse_fn.kernels.gpu_experts import Shape, expert_rows, tiles_of, why_not
+from muse_fn.kernels import gpu_experts, gpu_order, reference
+from muse_fn.kernels.gpu_experts import Shape, expert_rows, why_not
+from muse_fn.kernels.gpu_order import tiles_of
 from muse_fn.kernels.packed import MXFP4, Weight, quantise_mxfp4, quantise_nvfp4
 from tests.models import SEEDS, close
 
@@ -63,12 +64,12 @@ def test_expert_rows(seed: int, tokens: int, top_k: int, experts: int, spread: i
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("tokens", "shape"), [
-    (1, Shape(16, (64, 64), 4, (2, 2))),
-    (3, Shape(16, (128, 64), 4, (2, 2))),
-    (40, Shape(32, (128, 128), 8, (2, 2))),
+    (1, Shape(8, (32, 64), (2, 1), (1, 1), (2, 2))),
+    (3, Shape(16, (64, 32), (1, 1), (2, 1), (2, 2))),
+    (40, Shape(32, (128, 128), (1, 1), (1, 1), (2, 2))),
 ])  # fmt: skip
 def test_however_the_work_is_cut(form: str, tokens: int, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(*sizes: int) -> Shape:
+    def chosen(routes: int, form: int, latent: int, inner: int) -> Shape:
         return shape
 
     monkeypatch.setattr(gpu_experts, "shape_of", chosen)
@@ -77,9 +78,48 @@ def test_however_the_work_is_cut(form: str, tokens: int, shape: Shape, monkeypat
     near(expert_rows(u, idx, gate_up, down), exact(u, idx, gate_up, down))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [1, 5, 14, 60])
+def test_experts_of_a_part_of_the_ids(form: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are those of all experts, of which this part begins at `first`; rows may be asked for in float32."""
+    monkeypatch.setattr(gpu_experts, "SORTED_HERE", 100)
+    monkeypatch.setattr(gpu_order, "SORTED_HERE", 100)
+    gate_up, down = weights(form, 0, 3)
+    u, idx = draw(2, tokens, 256).to(BF16), torch.randint(0, 9, (tokens, 3))
+    found = expert_rows(u, idx, gate_up, down, first=4, dtype=torch.float32)
+    assert found.dtype == torch.float32
+    assert (found[(idx < 4) | (idx >= 7)] == 0).all()
+    near(found, exact(u, idx - 4, gate_up, down))
+    given = gpu_experts.arranged_for(u, idx.numel())
+    assert torch.equal(found, expert_rows(u, idx, gate_up, down, first=4, dtype=torch.float32, arranged=given))
+
+
+def test_one_expert_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More routes than a large tile has rows: a full one and what is left."""
+    for file in (gpu_experts, gpu_order):
+        monkeypatch.setattr(file, "SORTED_HERE", 8)
+    gate_up, down = weights("mxfp4", 0, 2)
+    u, idx = draw(2, 140, 256).to(BF16), torch.ones(140, 1, dtype=torch.int64)
+    near(expert_rows(u, idx, gate_up, down), exact(u, idx, gate_up, down))
+
+
+def test_one_large_scale_among_small_ones() -> None:
+    """Its tile is done without the short cut, and the others are not."""
+    gate_up, down = weights("mxfp4", 0, 2)
+    assert isinstance(gate_up, MXFP4)
+    scales = gate_up.scales.clone()
+    scales[1, 5, 0] = 140
+    u, idx = draw(2, 2, 256).to(BF16), torch.tensor([[0, 1]] * 2)
+    large = gate_up._replace(scales=scales)
+    found, before = expert_rows(u, idx, large, down), expert_rows(u, idx, gate_up, down)
+    near(found, exact(u, idx, large, down))
+    assert torch.equal(found[:, 0], before[:, 0])
+    assert not torch.equal(found[:, 1], before[:, 1])
+
+
 def test_many_routes_are_sorted_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_experts, "SORTED_HERE", 8)
-    monkeypatch.setattr(gpu_experts, "MANY_ROWS", 16)
+    for file in (gpu_experts, gpu_order):
+        monkeypatch.setattr(file, "SORTED_HERE", 8)
     gate_up, down = weights("mxfp4", 0, 5)
     u, idx = draw(2, 50, 256).to(BF16), torch.randint(-1, 7, (50, 3))
     near(expert_rows(u, idx, gate_up, down), exact(u, idx, gate_up, down))
@@ -127,7 +167,7 @@ def test_a_broken_token_breaks_no_other() -> None:
 def test_tiles_hold_every_route_once(seed: int, count: int, experts: int, rows: int, is_sorted_here: bool) -> None:
     idx = torch.randint(-1, experts + 1, (count, 2), generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_experts, "SORTED_HERE", 1024 if is_sorted_here else 0)
+        patch.setattr(gpu_order, "SORTED_HERE", 1024 if is_sorted_here else 0)
         order, expert, start, size = (x.tolist() for x in tiles_of(idx, experts, rows))
     routes = idx.flatten().tolist()
     assert sorted(order) == [*range(len(routes))]

@@ -1,47 +1,149 @@
 """Triton's products of few rows against the reference, in its interpreter."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from muse_fn.kernels import gpu_linear, reference
-from muse_fn.kernels.gpu_linear import linear, linears, why_not
+from muse_fn.kernels.gpu_linear import MOST_ROWS, linear, linears, more_rows, one_row, why_not
 from muse_fn.kernels.packed import quantise_mxfp4
 from tests.models import SEEDS, close
 
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
+F32, BF16 = torch.float32, torch.bfloat16
+DTYPES = [F32, BF16]
+TOLERANCE = {F32: 1e-6, BF16: 2**-7}
 
 
 def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-SIZES = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(DTYPES)), min_size=1, max_size=5)
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several steps and programs in small matrices."""
+    for name, value in (("STEP", 32), ("FLOAT_STEP", 32), ("DOT_WARPS", 2), ("DOT_OUTS", (6, 16))):
+        monkeypatch.setattr(gpu_linear, name, value)
+    more_rows.cache_clear()
+    yield
+    more_rows.cache_clear()
 
 
-@settings(max_examples=30)
-@given(SEEDS, st.sampled_from([1, 2, 4, 5, 17]), st.sampled_from([1, 32, 64, 70]), SIZES, st.sampled_from(DTYPES))
-def test_linears(seed: int, rows: int, width: int, sizes: list[tuple[int, torch.dtype]], dtype: torch.dtype) -> None:
-    """Ragged sizes, mixed dtypes, more rows and matrices than one launch takes."""
-    x = draw(seed, rows, width).to(dtype)
+SIZES = st.lists(st.tuples(st.integers(1, 20), st.sampled_from(DTYPES)), min_size=1, max_size=5)
+WIDTHS = [1, 32, 70, 128, 256, 300]
+
+
+@pytest.mark.usefixtures("small_steps")
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    SEEDS, st.integers(1, 17), st.sampled_from(WIDTHS), SIZES, st.sampled_from(DTYPES), st.sampled_from([None, *DTYPES])
+)
+def test_linears(
+    seed: int,
+    rows: int,
+    width: int,
+    sizes: list[tuple[int, torch.dtype]],
+    x_dtype: torch.dtype,
+    dtype: torch.dtype | None,
+) -> None:
+    """Ragged sizes, mixed dtypes, more rows and matrices than one launch takes, results of any dtype."""
+    x = draw(seed, rows, width).to(x_dtype)
     ws = [(draw(seed + n, size, width) / width**0.5).to(kind) for n, (size, kind) in enumerate(sizes)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_linear, "STEP", 32)
-        patch.setattr(gpu_linear, "DOT_STEPS", (16, 16))
-        found = linears(x, ws)
+    found = linears(x, ws, dtype)
     for y, w in zip(found, ws, strict=True):
         expected = reference.linear(x, w)
-        assert (y.dtype, y.shape) == (w.dtype, expected.shape)
-        close(y.float(), expected.float(), TOLERANCE[w.dtype])
+        assert (y.dtype, y.shape) == (dtype or w.dtype, expected.shape)
+        close(y.float(), expected.float(), TOLERANCE[BF16 if BF16 in (y.dtype, w.dtype) else F32])
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("rows", [1, 2, 8, 16])
+@pytest.mark.parametrize("kind", DTYPES)
+def test_float32_results_are_sums_that_nothing_has_rounded(rows: int, kind: torch.dtype) -> None:
+    x, w = draw(0, rows, 96).to(BF16), draw(1, 20, 96).to(kind)
+    exact = x.double() @ w.double().mT
+    close(linear(x, w, F32), exact, 1e-6)
+    assert torch.equal(linear(x, w, BF16), linear(x, w, F32).to(BF16))
+
+
+@pytest.mark.parametrize("rows", [2, 5, 16])
+def test_a_float32_matrix_is_as_exact_as_the_librarys_product(rows: int) -> None:
+    """Of the width that a router has, and with large terms that cancel."""
+    x, w = draw(0, rows, 8192), draw(1, 12, 8192) / 90
+    x[:, 0], x[:, -1], w[:, 0], w[:, -1] = 1e4, 1e4, 1.0, -1.0
+    exact = x.double() @ w.double().mT
+    error, librarys = ((y.double() - exact).abs().max() for y in (linear(x, w), x @ w.mT))
+    assert error <= 4 * librarys
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("kind", DTYPES)
+def test_nothing_outside_a_matrix_and_the_inputs_is_read(rows: int, kind: torch.dtype) -> None:
+    """NaN lies around both."""
+    outer_x, outer_w = torch.full((rows + 40, 70), torch.nan), torch.full((60, 70), torch.nan, dtype=kind)
+    outer_x[20 : 20 + rows], outer_w[20:27] = draw(0, rows, 70), draw(1, 7, 70).to(kind)
+    x, w = outer_x[20 : 20 + rows], outer_w[20:27]
+    close(linear(x, w).float(), reference.linear(x, w).float(), TOLERANCE[kind])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 12])
+def test_large_matrices_are_the_librarys_beside_others(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_linear, "LIBRARY_OUTPUTS", 9 * rows)
+    x, ws = draw(0, rows, 64), [draw(n, n, 64).to(kind) for n, kind in ((9, BF16), (8, BF16), (9, F32))]
+    expected, asked = [reference.linear(x, w) for w in ws], list[int]()
+
+    def seen(x: Tensor, w: Tensor) -> Tensor:
+        asked.append(len(w))
+        return torch.nn.functional.linear(x.to(w.dtype), w)
+
+    monkeypatch.setattr(reference, "linear", seen)
+    for y, e, w in zip(linears(x, ws), expected, ws, strict=True):
+        assert y.dtype == w.dtype
+        close(y.float(), e.float(), TOLERANCE[w.dtype])
+    assert asked == ([] if rows == 1 else [9])
+    assert linears(x, ws[:1])[0].shape == (rows, 9), "none is left for the kernel"
+    assert {y.dtype for y in linears(x, ws, F32)} == {F32}
 
 
 def test_inputs_are_rounded_to_the_dtype_of_the_matrix_and_shapes_kept() -> None:
-    w = torch.eye(8, dtype=torch.bfloat16)
-    x = torch.full((2, 1, 8), 1 + 2**-12)
-    assert torch.equal(linear(x, w), torch.ones(2, 1, 8, dtype=torch.bfloat16))
+    w = torch.eye(8, dtype=BF16)
+    for rows in (1, 2):
+        x = torch.full((rows, 1, 8), 1 + 2**-12)
+        assert torch.equal(linear(x, w), torch.ones(rows, 1, 8, dtype=BF16))
+        assert torch.equal(linear(x, w, F32), torch.ones(rows, 1, 8))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30000), st.booleans()), min_size=1, max_size=4),
+    st.sampled_from([1, 70, 1024, 8192]),
+    st.integers(2, MOST_ROWS),
+    st.sampled_from([2, 4]),
+    st.sampled_from([4, 132]),
+)
+def test_forms_fit_a_multiprocessor(
+    ws: list[tuple[int, bool]], width: int, count: int, x_size: int, processors: int
+) -> None:
+    """What is held at once fits beside as many programs as there may be, and all rows of inputs have a place."""
+    form = more_rows(tuple(ws), width, count, x_size, processors)
+    held = gpu_linear.HELD[sum(form.programs(w, count) for w in ws) > processors]
+    assert 1 <= form.out <= form.BLOCK
+    assert form.ROWS >= count
+    dots = form.WARPS * gpu_linear.DOT_STEP * (form.BLOCK * 2 + form.ROWS * x_size)
+    assert (form.STAGES - 1) * dots <= held
+    assert (form.FLOAT_STAGES - 1) * form.STEP * (4 * form.OUT + form.TOKENS * x_size) <= held
+    assert min(form.STAGES, form.FLOAT_STAGES) >= 2
+
+
+def test_matrices_are_divided_by_what_is_read() -> None:
+    """More rows for each program where that leaves enough of them, fewer where there would be too few."""
+    few, many = (more_rows(((rows, False),), 8192, 16, 2, 132).out for rows in (512, 25256))
+    assert few < many
+    assert more_rows(((2304, False),), 8192, 2, 2, 132).programs((2304, False), 2) >= 132 / gpu_linear.ALONE - 2
+    assert one_row(1024).OUT * 1024 == one_row(8192).OUT * one_row(8192).STEP
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -53,3 +155,5 @@ def test_what_does_not_fit_is_named() -> None:
     assert "packed" in why_not(x, (quantise_mxfp4(w),))
     assert "not contiguous" in why_not(x, (torch.zeros(64, 8).t(),))
     assert "float64" in why_not(x.double(), (w,))
+    for case in ((torch.zeros(0, 64), w), (torch.zeros(17, 64), w), (x, quantise_mxfp4(w))):
+        assert linear(*case, BF16).dtype == BF16, "the library's is asked for the same"

@@ -14,9 +14,13 @@ from muse_fn.decoder import Chunk, Hidden, hidden_states
 from muse_fn.kernels import gpu, gpu_linear, gpu_ops, pieces, reference, select, static
 from muse_fn.kernels.norms import Gain, Mix, Rotary, rotary_angles
 from muse_fn.kernels.packed import quantise_mxfp4
+from muse_fn.kernels.pieces import Chosen
 from muse_fn.kernels.select import REFERENCE, Ops
 from muse_fn.kvcache.cache import View
+from muse_fn.params.config import Config
 from muse_fn.params.tree import Layer, MoE, Params
+from muse_fn.sharding.mesh import Mesh
+from muse_fn.sharding.split import shard
 from muse_fn.step import Ran, advance, run
 from tests.models import SMALL, close, on_arrays, random_params, random_tokens, scattered_cache
 
@@ -109,8 +113,8 @@ def normed(dtype: torch.dtype = BF16, width: int = 24) -> Args:
     return draw(0, 2, 3, width, dtype=dtype), Gain(draw(1, width, dtype=F32)), 1e-5, BF16
 
 
-def join(dtype: torch.dtype = F32, width: int = 24) -> Args:
-    h, branch = draw(0, 2, 3, width, dtype=dtype), draw(1, 2, 3, width, dtype=dtype)
+def join(dtype: torch.dtype = F32, width: int = 24, parts: int = 2) -> Args:
+    h, branch = draw(0, 2, 3, width, dtype=dtype), draw(1, parts, 2, 3, width // parts, dtype=dtype)
     scale, alpha, beta, norm = (draw(n, width, dtype=F32) for n in (2, 3, 4, 5))
     return h, branch, Gain(scale), Mix(alpha, beta), Gain(norm), 1e-8, 1e-5, BF16
 
@@ -134,13 +138,14 @@ def gated(dtype: torch.dtype = BF16, width: int = 8) -> Args:
     return draw(0, 2, 3, 4, width, dtype=dtype), draw(1, 2, 3, 4 * width, dtype=dtype), 1e-5, BF16
 
 
-def route(dtype: torch.dtype = F32, count: int = 6, top_k: int = 2) -> Args:
-    return draw(0, 3, count, dtype=dtype), draw(1, count, dtype=F32), top_k, 1.0, 2.5
+def choose(dtype: torch.dtype = F32, count: int = 6, top_k: int = 2, width: int = 24) -> Args:
+    logits, bias = draw(0, 3, count, dtype=dtype), draw(1, count, dtype=F32)
+    return logits, bias, top_k, 1.0, 2.5, draw(2, 2, 3, width // 2), Gain(draw(3, width, dtype=F32)), 1e-5, BF16
 
 
 def blend(dtype: torch.dtype = BF16, width: int = 24, routes: int = 2) -> Args:
     weight = draw(1, 3, routes, dtype=F32).abs()
-    return draw(0, 3, routes, width, dtype=dtype), weight, Gain(draw(2, width, dtype=F32)), 1e-8
+    return draw(0, 3, routes, width, dtype=dtype), weight, Gain(draw(2, width, dtype=F32)), 1e-8, F32
 
 
 def strided(args: Args) -> Args:
@@ -152,16 +157,16 @@ def strided(args: Args) -> Args:
 # For each operation what fits, and what does not with a part of the reason that is logged.
 FITS: list[tuple[str, Callable[[], Args]]] = [
     *(("linear", f) for f in (linear, lambda: linear(F32), lambda: linear(rows=1), lambda: linear(rows=16))),
-    *(("linears", f) for f in (linears, lambda: linears(count=4))),
+    *(("linears", f) for f in (linears, lambda: linears(count=4), lambda: (*linears(), F32))),
     *(("attend", f) for f in (attend, lambda: attend(F32), lambda: attend(width=80))),
     *(("attend_blocks", f) for f in (blocks, lambda: blocks(new=2), lambda: blocks(F32), lambda: blocks(new=7))),
     ("expert_rows", experts),
     *(("normed", f) for f in (normed, lambda: normed(F32), lambda: normed(torch.float16, 7))),
-    *(("join", f) for f in (join, lambda: join(width=7))),
+    *(("join", f) for f in (join, lambda: join(width=7, parts=1))),
     *(("heads", f) for f in (heads, lambda: heads(F32, 6))),
     *(("place", f) for f in (place, lambda: place(F32, 6))),
     *(("gated", f) for f in (gated, lambda: gated(F32, 6))),
-    *(("route", f) for f in (route, lambda: route(count=31, top_k=8))),
+    *(("choose", f) for f in (choose, lambda: choose(count=31, top_k=8))),
     *(("blend", f) for f in (blend, lambda: blend(F32, 7, 3))),
 ]
 DOES_NOT: list[tuple[str, Callable[[], Args], str]] = [
@@ -189,9 +194,10 @@ DOES_NOT: list[tuple[str, Callable[[], Args], str]] = [
     ("place", lambda: place(width=5), "width 5"),
     ("gated", lambda: gated(F64), "float64"),
     ("gated", lambda: gated(width=5), "width 5"),
-    ("route", lambda: route(F64), "float64"),
-    ("route", lambda: route(count=1100), "1100"),
-    ("route", lambda: route(count=200, top_k=100), "top_k is 100"),
+    ("choose", lambda: choose(F64), "float64"),
+    ("choose", lambda: choose(count=1100), "1100"),
+    ("choose", lambda: choose(count=200, top_k=100), "top_k is 100"),
+    ("choose", lambda: choose(width=40000), "40000"),
     ("blend", lambda: blend(F64), "float64"),
     ("blend", lambda: blend(width=40000), "40000"),
 ]
@@ -200,6 +206,8 @@ DOES_NOT: list[tuple[str, Callable[[], Args], str]] = [
 def results(name: str, form: Callable[..., Any], args: Args) -> list[Tensor]:
     """All that an operation makes: what it returns, and the arenas that it writes into."""
     found = form(*args)
+    if isinstance(found, Chosen):
+        return [*found.routes, found.u_TM]
     return [*([found] if isinstance(found, Tensor) else found), *(args[6:8] if name == "place" else ())]
 
 
@@ -261,9 +269,9 @@ TINY = replace(SMALL, hidden_size=48, heads=6, head_dim=10, latent_size=128, exp
 BOUND = 2**-6  # of a row of the stream, in the Euclidean norm: some thirty roundings to bfloat16 on either side
 
 
-def packed_params(seed: int) -> Params:
+def packed_params(seed: int, config: Config = TINY) -> Params:
     """bfloat16, with the experts of every layer in MXFP4."""
-    params = random_params(TINY, seed, BF16)
+    params = random_params(config, seed, BF16)
 
     def packed(layer: Layer) -> Layer:
         if not isinstance(layer.mlp, MoE):
@@ -302,6 +310,36 @@ def test_a_model_without_a_cache(length: int, caplog: pytest.LogCaptureFixture) 
     params, tokens = packed_params(0), random_tokens(TINY, 1, 2, length)
     chunk = Chunk(tokens, torch.arange(length).expand(2, -1), is_start=True)
     found, expected = (hidden_states(params, [chunk], (), TINY, ops) for ops in (TABLE, REFERENCE))
+    same_stream(found, expected)
+    assert caplog.records == [], "all of it fits"
+
+
+class Alike:
+    """A link to ranks that all give what this one gives; what is gathered is not stored again."""
+
+    def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        return x * len(peers)
+
+    def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        return x.expand(len(peers), *x.shape)
+
+    def broadcast(self, x: Tensor, source: int, peers: tuple[int, ...]) -> Tensor:
+        return x
+
+    def pass_on(self, x: Tensor | None, to: int, into: Tensor | None, source: int) -> Tensor | None:
+        return into
+
+
+@pytest.mark.usefixtures("large_programs")
+@pytest.mark.parametrize("mesh", [Mesh(2, 1, squeeze="split"), Mesh(1, 2, squeeze="split")], ids=str)
+def test_a_ranks_part_of_a_model(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows in parts, experts from a later one on, products to be summed: one token, whose embedding this rank has."""
+    caplog.set_level(logging.INFO, "muse_fn.kernels")
+    config = replace(TINY, vocab_size=64, experts=6, expert_size=256)
+    mesh = mesh.at(1, Alike())
+    params = shard(packed_params(0, config), config, mesh)
+    chunk = Chunk(torch.tensor([[40]]), torch.tensor([[0]]), is_start=True)
+    found, expected = (hidden_states(params, [chunk], (), config, ops, mesh) for ops in (TABLE, REFERENCE))
     same_stream(found, expected)
     assert caplog.records == [], "all of it fits"
 

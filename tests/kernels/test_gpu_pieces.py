@@ -47,7 +47,7 @@ def test_join(
     given_as: torch.dtype,
     dtype: torch.dtype,
 ) -> None:
-    h, branch = draw(seed, 3, width), draw(seed + 1, 3, width, dtype=given_as)
+    h, branch = draw(seed, 3, width), draw(seed + 1, 1, 3, width, dtype=given_as)
     gates = Mix(draw(seed + 2, width).abs() + 0.1, draw(seed + 3, width))
     scale, norm = Gain(draw(seed + 4, width)), Gain(draw(seed + 5, width))
     args = h, branch, scale if scaled else None, gates, norm if is_normed else None, post_eps, eps, dtype
@@ -62,17 +62,39 @@ def test_join(
     assert torch.equal(branch, before[1])
 
 
+@given(SEEDS, st.sampled_from([1, 2, 8]), st.sampled_from([1, 3, 4, 16, 25]), DTYPES, DTYPES, st.booleans())
+def test_join_takes_the_branch_in_parts(
+    seed: int, parts: int, part: int, given_as: torch.dtype, dtype: torch.dtype, is_expanded: bool
+) -> None:
+    """Parts of their own, or one part that is all of them without being stored again."""
+    width = parts * part
+    h, branch = draw(seed, 2, 3, width), draw(seed + 1, 1 if is_expanded else parts, 2, 3, part, dtype=given_as)
+    branch = branch.expand(parts, -1, -1, -1)
+    gates, norm = Mix(draw(seed + 2, width), draw(seed + 3, width)), Gain(draw(seed + 4, width))
+    args = gates, norm, 1e-5, 1e-5, dtype
+    for scale in (None, Gain(draw(seed + 5, width))):
+        found = gpu_pieces.join(h, branch, scale, *args)
+        same(found.h, pieces.join(h, branch, scale, *args).h)
+        same(found.a, pieces.normed(found.h, norm, 1e-5, dtype))
+        one = gpu_pieces.join(h, pieces.whole(branch)[None], scale, *args)
+        assert torch.equal(found.h, one.h)
+        assert torch.equal(found.a, one.a)
+
+
 @given(SEEDS, st.sampled_from([1, 2, 3, 8, 9, 11]), WIDTHS, EPS, DTYPES)
 def test_blend(seed: int, count: int, width: int, eps: float, dtype: torch.dtype) -> None:
     y, weight, norm = draw(seed, 3, count, width, dtype=dtype), draw(seed + 1, 3, count), Gain(draw(seed + 2, width))
-    same(gpu_pieces.blend(y, weight, norm, eps), pieces.blend(y, weight, norm, eps))
+    for out in (torch.float32, torch.bfloat16):
+        found = gpu_pieces.blend(y, weight, norm, eps, out)
+        assert found.dtype == out
+        same(found, pieces.blend(y, weight, norm, eps, out))
 
 
 def test_blend_adds_routes_in_ascending_order() -> None:
     """Terms that only cancel before a small one joins them: another order loses it."""
     y, norm = torch.ones(1, 4, 8), Gain(torch.ones(8))
     for order, total in (([1e9, -1e9, 1.0, 2.0], 3.0), ([1e9, 1.0, 2.0, -1e9], 0.0)):
-        assert gpu_pieces.blend(y, torch.tensor([order]), norm, 0.0).eq(total).all()
+        assert gpu_pieces.blend(y, torch.tensor([order]), norm, 0.0, torch.float32).eq(total).all()
 
 
 VALUES = {
@@ -93,13 +115,13 @@ def test_unusual_values_are_what_they_are_in_the_plain_form(x: Tensor) -> None:
     pairs = [
         (gpu_pieces.normed(x, norm, 1e-8, torch.float32), pieces.normed(x, norm, 1e-8, torch.float32)),
         *zip(
-            gpu_pieces.join(x, x, norm, gates, norm, 1e-8, 1e-8, torch.float32),
-            pieces.join(x, x, norm, gates, norm, 1e-8, 1e-8, torch.float32),
+            gpu_pieces.join(x, x[None], norm, gates, norm, 1e-8, 1e-8, torch.float32),
+            pieces.join(x, x[None], norm, gates, norm, 1e-8, 1e-8, torch.float32),
             strict=True,
         ),
         (
-            gpu_pieces.blend(x[:, None], torch.ones(2, 1), norm, 1e-8),
-            pieces.blend(x[:, None], torch.ones(2, 1), norm, 1e-8),
+            gpu_pieces.blend(x[:, None], torch.ones(2, 1), norm, 1e-8, torch.float32),
+            pieces.blend(x[:, None], torch.ones(2, 1), norm, 1e-8, torch.float32),
         ),
     ]
     for found, expected in pairs:
@@ -108,8 +130,8 @@ def test_unusual_values_are_what_they_are_in_the_plain_form(x: Tensor) -> None:
 
 def test_a_row_depends_on_no_other() -> None:
     h, branch, norm, gates = draw(0, 5, 20), draw(1, 5, 20), Gain(draw(2, 20)), Mix(draw(3, 20), draw(4, 20))
-    whole = gpu_pieces.join(h, branch, norm, gates, norm, 1e-5, 1e-5, torch.bfloat16)
-    alone = gpu_pieces.join(h[3:4], branch[3:4], norm, gates, norm, 1e-5, 1e-5, torch.bfloat16)
+    whole = gpu_pieces.join(h, branch[None], norm, gates, norm, 1e-5, 1e-5, torch.bfloat16)
+    alone = gpu_pieces.join(h[3:4], branch[None, 3:4], norm, gates, norm, 1e-5, 1e-5, torch.bfloat16)
     assert torch.equal(whole.h[3:4], alone.h)
     assert torch.equal(whole.a[3:4], alone.a)
 
@@ -120,29 +142,39 @@ def test_rows_may_be_parts_of_wider_ones_and_outputs_are_whole() -> None:
     same(gpu_pieces.normed(part, norm, 1e-5, torch.float32), pieces.normed(part, norm, 1e-5, torch.float32))
     same(gpu_pieces.normed(turned, norm, 1e-5, torch.float32), pieces.normed(turned, norm, 1e-5, torch.float32))
     for h, branch in ((part, turned), (turned, part)):
-        found = gpu_pieces.join(h, branch, None, gates, norm, 1e-5, 1e-5, torch.float32)
-        same(found.h, pieces.join(h, branch, None, gates, norm, 1e-5, 1e-5, torch.float32).h)
+        found = gpu_pieces.join(h, branch[None], None, gates, norm, 1e-5, 1e-5, torch.float32)
+        same(found.h, pieces.join(h, branch[None], None, gates, norm, 1e-5, 1e-5, torch.float32).h)
         assert found.h.is_contiguous()
         assert found.a.is_contiguous()
     y, weight = draw(5, 4, 3, 20).transpose(0, 1), draw(6, 4, 3).T
-    same(gpu_pieces.blend(y, weight, norm, 1e-5), pieces.blend(y, weight, norm, 1e-5))
+    same(gpu_pieces.blend(y, weight, norm, 1e-5, torch.float32), pieces.blend(y, weight, norm, 1e-5, torch.float32))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (3, 1), (2, 3)])
+def test_parts_that_are_all_one_are_read_where_they_lie(shape: tuple[int, int]) -> None:
+    one = draw(0, *shape, 8)
+    parts = one.expand(4, *shape, 8)
+    rows = gpu_pieces.rows_in_parts(parts)
+    assert torch.equal(rows, parts.flatten(1, 2))
+    assert rows.data_ptr() == one.data_ptr()
+    assert rows.stride(0) == 0
 
 
 def test_no_rows_give_no_rows() -> None:
     norm, gates = Gain(torch.ones(8)), Mix(torch.ones(8), torch.ones(8))
     assert gpu_pieces.normed(torch.ones(0, 8), norm, 1e-5, torch.bfloat16).shape == (0, 8)
     assert gpu_pieces.join(
-        torch.ones(2, 0, 8), torch.ones(2, 0, 8), None, gates, None, 1, 1, torch.float32
+        torch.ones(2, 0, 8), torch.ones(2, 2, 0, 4), None, gates, None, 1, 1, torch.float32
     ).h.shape == (
         2,
         0,
         8,
     )
-    assert gpu_pieces.blend(torch.ones(0, 2, 8), torch.ones(0, 2), norm, 1e-5).shape == (0, 8)
+    assert gpu_pieces.blend(torch.ones(0, 2, 8), torch.ones(0, 2), norm, 1e-5, torch.float32).shape == (0, 8)
 
 
 def test_the_width_of_the_released_model() -> None:
-    h, branch, gates = draw(0, 1, 8192), draw(1, 1, 8192).bfloat16(), Mix(draw(2, 8192), draw(3, 8192))
+    h, branch, gates = draw(0, 1, 8192), draw(1, 8, 1, 1024).bfloat16(), Mix(draw(2, 8192), draw(3, 8192))
     scale, norm = Gain(draw(4, 8192)), Gain(draw(5, 8192))
     found = gpu_pieces.join(h, branch, scale, gates, norm, 1e-8, 1e-5, torch.bfloat16)
     expected = pieces.join(h, branch, scale, gates, norm, 1e-8, 1e-5, torch.bfloat16)
@@ -150,7 +182,7 @@ def test_the_width_of_the_released_model() -> None:
     same(found.a, expected.a)
     for width in (4096, 8192):
         y, weight, norm = draw(6, 1, 8, width).bfloat16(), draw(7, 1, 8), Gain(draw(8, width))
-        same(gpu_pieces.blend(y, weight, norm, 1e-8), pieces.blend(y, weight, norm, 1e-8))
+        same(gpu_pieces.blend(y, weight, norm, 1e-8, torch.float32), pieces.blend(y, weight, norm, 1e-8, torch.float32))
 
 
 def test_eps_is_felt() -> None:
@@ -159,11 +191,16 @@ def test_eps_is_felt() -> None:
 
 
 def test_what_the_forms_cannot_take_is_said() -> None:
-    assert gpu_pieces.why_not(torch.ones(2, 8192), torch.ones(2, 8192).bfloat16()) == ""
+    assert gpu_pieces.why_not(torch.ones(2, 8192)) == ""
+    assert gpu_pieces.why_not_in_parts(torch.ones(8, 2, 1024).bfloat16(), (2, 8192)) == ""
     assert gpu_pieces.why_not_blend(torch.ones(2, 8, 4096)) == ""
     refused = [
         (gpu_pieces.why_not(torch.ones(2, 3).double()), "torch.float64"),
-        (gpu_pieces.why_not(torch.ones(2, 3), torch.ones(1, 3)), r"[1, 3] and [2, 3]"),
+        (gpu_pieces.why_not_in_parts(torch.ones(1, 1, 3), (2, 3)), "[1, 1, 3]"),
+        (gpu_pieces.why_not_in_parts(torch.ones(2, 2, 2), (2, 3)), "[2, 2, 2]"),
+        (gpu_pieces.why_not_in_parts(torch.ones(2, 3), (2, 3)), "must be parts [P, ..., W / P] of [2, 3]"),
+        (gpu_pieces.why_not_in_parts(torch.ones(4, 1, 8192), (1, 32768)), "32768 columns"),
+        (gpu_pieces.why_not_in_parts(torch.ones(1, 2, 3).long(), (2, 3)), "torch.int64"),
         (gpu_pieces.why_not(torch.ones(1, 20000)), "20000 columns"),
         (gpu_pieces.why_not(torch.ones(1, 0)), "0 columns"),
         (gpu_pieces.why_not_blend(torch.ones(2, 3)), "[2, 3]"),

@@ -11,9 +11,9 @@ from transformers import MuseSparkTextConfig
 from transformers.models.muse_spark import modeling_muse_spark as published
 
 from muse_fn.kernels.norms import (
+    Gain,
     Rotary,
     centred_norm,
-    final_norm,
     input_scaled_norm,
     plain_norm,
     residual_gate,
@@ -29,6 +29,11 @@ POWERS = st.integers(-12, 12).map(lambda n: 2.0**n)
 
 def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As the head applies it: the weight is the whole factor."""
+    return centred_norm(x, Gain(weight.float()), eps)
 
 
 def rms(x: Tensor, eps: float) -> Tensor:

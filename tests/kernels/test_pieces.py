@@ -11,7 +11,21 @@ from torch import Tensor
 from muse_fn.kernels import reference
 from muse_fn.kernels.norms import Gain, Mix, Rotary, rotary_angles
 from muse_fn.kernels.packed import Weight
-from muse_fn.kernels.pieces import Joined, Routes, blend, gated, heads, join, linears, normed, place, route
+from muse_fn.kernels.pieces import (
+    Chosen,
+    Joined,
+    Routes,
+    blend,
+    choose,
+    gated,
+    heads,
+    join,
+    linears,
+    normed,
+    place,
+    route,
+    whole,
+)
 from muse_fn.kernels.reference import FP8_MAX
 from tests.models import SEEDS, close, far, snapshot, unchanged
 
@@ -47,19 +61,22 @@ def test_linears_are_products_of_one_input_each_in_the_dtype_of_its_weight() -> 
     close(found[1], x.bfloat16().double() @ ws[1].double().T, 2**-8)
     close(found[2], x.double() @ ws[2].double().T, 1e-6)
     assert linears(x, ()) == ()
+    for y, wide in zip(found, linears(x, ws, torch.float32), strict=True):
+        assert wide.dtype == torch.float32
+        close(wide, y.float(), 2**-8)
 
 
 def test_linears_pass_weights_to_the_product_they_are_given() -> None:
-    asked: list[tuple[Tensor, Weight]] = []
+    asked: list[tuple[Tensor, Weight, torch.dtype | None]] = []
 
-    def product(x: Tensor, w: Weight) -> Tensor:
-        asked.append((x, w))
+    def product(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:
+        asked.append((x, w, dtype))
         return torch.full((1,), float(len(asked)))
 
     x, ws = draw(0, 2, 3), [draw(1, 2, 3), draw(2, 2, 3)]
-    assert [y.item() for y in linears(x, ws, linear=product)] == [1.0, 2.0]
+    assert [y.item() for y in linears(x, ws, torch.float64, linear=product)] == [1.0, 2.0]
     assert len(asked) == 2
-    assert all(a is x and b is w for (a, b), w in zip(asked, ws, strict=True))
+    assert all(a is x and b is w and to == torch.float64 for (a, b, to), w in zip(asked, ws, strict=True))
 
 
 @given(SEEDS, WIDTHS, EPS, DTYPES, DTYPES)
@@ -79,14 +96,14 @@ class Parts(NamedTuple):
     """What a stream, a branch and their vectors are in one example."""
 
     h: Tensor
-    branch: Tensor
+    branch: Tensor  # in one part
     scale: Gain | None
     mix: Mix
     norm: Gain | None
 
 
 def parts(seed: int, width: int, *, scaled: bool, is_normed: bool, dtype: torch.dtype = torch.float32) -> Parts:
-    branch = draw(seed + 1, 2, 3, width, dtype=dtype)
+    branch = draw(seed + 1, 1, 2, 3, width, dtype=dtype)
     scale = Gain(draw(seed + 2, width)) if scaled else None
     norm = Gain(draw(seed + 3, width)) if is_normed else None
     return Parts(draw(seed, 2, 3, width), branch, scale, Mix(draw(seed + 4, width), draw(seed + 5, width)), norm)
@@ -105,7 +122,7 @@ def test_join_in_float64(
 ) -> None:
     p = parts(seed, width, scaled=scaled, is_normed=is_normed, dtype=given_as)
     before = snapshot(tuple(x for x in (p.h, p.branch)))
-    y = p.branch.double() if p.scale is None else p.branch.double() * p.scale.factor.double()
+    y = p.branch[0].double() if p.scale is None else p.branch[0].double() * p.scale.factor.double()
     h = p.mix.alpha.double() * p.h.double() + p.mix.beta.double() * unit(y, post_eps)
     found = join(p.h, p.branch, p.scale, p.mix, p.norm, post_eps, eps, dtype)
     assert isinstance(found, Joined)
@@ -146,6 +163,30 @@ def test_join_scales_the_branch_before_its_norm() -> None:
     p = parts(0, 12, scaled=False, is_normed=True)
     plain = join(*p, 1e-30, 1e-5, torch.float32)
     close(join(*p._replace(scale=Gain(torch.full((12,), 7.0))), 1e-30, 1e-5, torch.float32).h, plain.h, 1e-6)
+
+
+@given(SEEDS, st.sampled_from([1, 2, 8]), st.integers(1, 9), st.booleans(), st.booleans())
+def test_rows_in_parts_mean_what_they_are_beside_each_other(
+    seed: int, count: int, part: int, scaled: bool, is_expanded: bool
+) -> None:
+    p = parts(seed, count * part, scaled=scaled, is_normed=True)
+    assert p.norm is not None
+    rows = draw(seed + 7, 1 if is_expanded else count, 2, 3, part).expand(count, -1, -1, -1)
+    beside = torch.cat(list(rows), -1)
+    assert torch.equal(whole(rows), beside)
+    for x, y in zip(
+        join(*p._replace(branch=rows), 1e-5, 1e-5, torch.bfloat16),
+        join(*p._replace(branch=beside[None]), 1e-5, 1e-5, torch.bfloat16),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+    logits, bias = draw(seed, 3, 5), draw(seed + 1, 5)
+    chosen = choose(logits, bias, 2, 0.5, 2.5, rows[:, 0], p.norm, 1e-5, torch.bfloat16)
+    assert isinstance(chosen, Chosen)
+    assert chosen.arranged_TM == ()
+    assert torch.equal(chosen.u_TM, normed(beside[0], p.norm, 1e-5, torch.bfloat16))
+    for x, y in zip(chosen.routes, route(logits, bias, 2, 0.5, 2.5), strict=True):
+        assert torch.equal(x, y)
 
 
 def turned(x: Tensor, pos: Tensor, theta: float) -> Tensor:
@@ -234,7 +275,9 @@ def test_gated_in_float64(
 def test_the_sigmoid_given_is_the_one_used() -> None:
     o, gate = draw(0, 1, 2, 3, 4), draw(1, 1, 2, 12)
     close(gated(o, gate, 0.1, torch.float32, sigmoid=torch.ones_like), unit(o, 0.1).flatten(2), 1e-6)
-    routes = route(draw(2, 3, 4), torch.tensor([0.0, 3.0, 1.0, 2.0]), 3, 1.0, 6.0, sigmoid=torch.ones_like)
+    rows, norm = draw(3, 1, 3, 4), Gain(draw(4, 4))
+    given_ = draw(2, 3, 4), torch.tensor([0.0, 3.0, 1.0, 2.0]), 3, 1.0, 6.0
+    routes = choose(*given_, rows, norm, 0.1, torch.float32, sigmoid=torch.ones_like).routes
     assert routes.idx_TR.tolist() == [[1, 2, 3]] * 3
     close(routes.weight_TR, torch.full((3, 3), 2.0), 1e-6)
 
@@ -264,7 +307,7 @@ def test_route_adds_so_little_to_the_sum_that_only_the_smallest_scores_feel_it()
 def test_blend_norms_then_weights_then_sums(seed: int, top_k: int, width: int, eps: float, dtype: torch.dtype) -> None:
     y, norm = draw(seed, 3, top_k, width, dtype=dtype), Gain(draw(seed + 1, width))
     weight = draw(seed + 2, 3, top_k)
-    found = blend(y, weight, norm, eps)
+    found = blend(y, weight, norm, eps, torch.float32)
     assert found.dtype == torch.float32
     rows = [
         sum(unit(y[t, r].double() * norm.factor.double(), eps) * weight[t, r].double() for r in range(top_k))
@@ -276,8 +319,8 @@ def test_blend_norms_then_weights_then_sums(seed: int, top_k: int, width: int, e
 def test_blend_of_halves_is_not_half_of_the_blend() -> None:
     """Why rows must be whole."""
     y, weight, norm = draw(0, 3, 2, 12), torch.rand(3, 2), Gain(draw(1, 12))
-    halves = blend(y / 2, weight, norm, 0.1)
-    far(halves + halves, blend(y, weight, norm, 0.1), 1e-2)
+    halves = blend(y / 2, weight, norm, 0.1, torch.float32)
+    far(halves + halves, blend(y, weight, norm, 0.1, torch.float32), 1e-2)
 
 
 def test_the_reference_product_is_the_one_used_unless_another_is_given() -> None:

@@ -14,6 +14,7 @@ from torch.func import grad, vmap
 from muse_fn.kernels import pieces, reference
 from muse_fn.kernels import select as tables
 from muse_fn.kernels.select import EAGER, INVARIANT, REFERENCE, STATIC, Ops, select, under_vmap, why_no_triton
+from tests.models import close
 
 CPU = torch.device("cpu")
 OPERATIONS = [field.name for field in fields(Ops) if field.name != "why"]
@@ -86,6 +87,45 @@ def test_every_form_has_the_contract_of_the_reference_and_a_reason(table: Ops) -
             [p for p in parameters(form) if p[0] not in INNER] for form in (getattr(table, name), meaning(name))
         )
         assert found == expected, name
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("table", [REFERENCE, EAGER, STATIC, INVARIANT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_experts_of_a_rank_are_those_from_its_first_on(table: Ops, dtype: torch.dtype, tokens: int) -> None:
+    """Ids are those of all ranks' experts: the rows of all ranks are each where it is, zeros elsewhere."""
+    u, gate_up, down = (draw(n, *shape, dtype=dtype) for n, shape in enumerate(((tokens, 6), (6, 8, 6), (6, 6, 4))))
+    idx = torch.randint(6, (tokens, 3), generator=torch.Generator().manual_seed(tokens))
+    whole = table.expert_rows(u, idx, gate_up, down)
+    for first, count in ((0, 2), (2, 3), (5, 1)):
+        rank = slice(first, first + count)
+        rows = table.expert_rows(u, idx, gate_up[rank], down[rank], first=first)
+        here = ((idx >= first) & (idx < first + count)).unsqueeze(-1)
+        close(rows, torch.where(here, whole, 0.0), 1e-6 if dtype == torch.float32 else 2**-6)
+        assert not rows[~here.squeeze(-1)].any()
+
+
+@pytest.mark.parametrize("table", [REFERENCE, EAGER, STATIC, INVARIANT])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_products_come_in_the_dtype_asked_for(table: Ops, tokens: int) -> None:
+    """The plain forms round first, as they do when none is asked for."""
+    bf16 = torch.bfloat16
+    u, w = draw(0, 2, tokens, 6, dtype=bf16), [draw(1, 4, 6, dtype=bf16), draw(2, 5, 6)]
+    gate_up, down = draw(3, 2, 8, 6, dtype=bf16), draw(4, 2, 6, 4, dtype=bf16)
+    idx = torch.randint(2, (tokens, 2), generator=torch.Generator().manual_seed(tokens))
+    for dtype in (torch.float32, bf16):
+        made = (
+            (table.linear(u, w[0], dtype), table.linear(u, w[0])),
+            *zip(table.linears(u, w, dtype), table.linears(u, w), strict=True),
+            (table.expert_rows(u[0], idx, gate_up, down, dtype=dtype), table.expert_rows(u[0], idx, gate_up, down)),
+        )
+        for found, expected in made:
+            assert found.dtype == dtype
+            assert torch.equal(found, expected.to(dtype))
 
 
 @pytest.mark.parametrize("table", [REFERENCE, EAGER, STATIC, INVARIANT])

@@ -24,6 +24,7 @@ from muse_fn.captured_decode import (
     to_host,
 )
 from muse_fn.generation import Settings, generate
+from muse_fn.kernels.around import triton_form
 from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
 from muse_fn.kvcache.layout import layout_of
 from muse_fn.load import Model
@@ -108,14 +109,16 @@ def capture_for(
     return steps, batch._replace(kv=kv)
 
 
-def eager(batch: Batch, config: Config, bucket: Bucket, count: int) -> tuple[list[list[int]], Batch]:
+def eager(
+    batch: Batch, config: Config, bucket: Bucket, count: int, *, filtered: bool = True
+) -> tuple[list[list[int]], Batch]:
     """The same steps without capture, at the size of the bucket."""
     feed = pad_feed(Feed(batch.tokens, batch.view, batch.draw), bucket, config)
     arenas, found = Arenas(batch.kv.k, batch.kv.v), list[list[int]]()
     with torch.inference_mode():
         for _ in range(count):
             tokens, past, new, arenas = decode_and_sample(
-                batch.params, feed.tokens_B1, arenas, feed.view, feed.draw, (), config
+                batch.params, feed.tokens_B1, arenas, feed.view, feed.draw, (), config, filtered=filtered
             )
             feed = feed._replace(tokens_B1=tokens, view=View(feed.view.table_GBN, past, new))
             found.append(tokens.flatten().tolist()[: len(batch.tokens)])
@@ -418,6 +421,34 @@ def test_an_empty_feed_is_the_padding_of_nothing() -> None:
         assert x.dtype == y.dtype
         assert torch.equal(x, y)
     assert one.view.table_GBN.shape[0] == layout_of(SMALL).groups
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, where a row is not finite
+def test_the_forms_of_a_device_step_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA device, by Triton's interpreter: whole steps, with rows that go on, that have failed, that are
+    padding, that run out of blocks, and one that is not finite."""
+    heat = [0.0, 0.8, 1.0, 1.0, 1.0, 1.0]
+    batch = prompted(SMALL, 0, [9, 5, 6, 3, 6, 4], 9, [Sampling(temperature=t, seed=n) for n, t in enumerate(heat)])
+    assert isinstance(batch.params.embed, Tensor)
+    embed = batch.params.embed.clone()
+    batch.tokens[5] = 60  # which no other row draws
+    embed[60] = torch.nan
+    batch.tokens[2], batch.view.count_B[3] = -1, 0
+    batch.view.table_GBN[-1, 4, 2:] = 0
+    batch = batch._replace(params=batch.params._replace(embed=embed))
+    args = SMALL, Bucket(6, batch.view.table_GBN.shape[2]), 4
+    expected, plain = eager(copy_of(batch), *args, filtered=False)
+    for place in ("kernels.around", "sample"):
+        monkeypatch.setattr(f"muse_fn.{place}.why_no_triton", lambda where: "")  # pyright: ignore[reportUnknownLambdaType]
+    with torch.inference_mode():
+        assert triton_form(batch.tokens.device), "or plain forms are compared with themselves"
+    found, batch = eager(batch, *args, filtered=False)
+    assert found == expected
+    assert [[token < 0 for token in row] for row in zip(*found, strict=True)] == [
+        [False] * 4, [False] * 4, [True] * 4, [True] * 4, [False] * 3 + [True], [True] * 4,
+    ]  # fmt: skip
+    for x, y in zip((*batch.kv.k, *batch.kv.v), (*plain.kv.k, *plain.kv.v), strict=True):
+        close(x[1:].nan_to_num(7.0), y[1:].nan_to_num(7.0))
 
 
 STEP_MESHES = (Mesh(1, 2), Mesh(2, 2), Mesh(1, 1, pp=2))

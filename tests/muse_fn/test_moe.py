@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from muse_fn.kernels import pieces
 from muse_fn.kernels.norms import gain
-from muse_fn.kernels.pieces import Routes
+from muse_fn.kernels.pieces import Chosen, Routes
 from muse_fn.kernels.select import EAGER, REFERENCE, Ops
 from muse_fn.moe import MoEScales, dense, mlp, moe
 from muse_fn.params.config import Config
@@ -42,7 +43,13 @@ def route(p: Router, m: Tensor, config: Config) -> Routes:
     """The experts of each token, as `moe` finds them."""
     logits = REFERENCE.linear(m.float(), p.weight)
     factors = config.output_multiplier, config.routed_scaling_factor
-    return REFERENCE.route(logits, p.bias, config.top_k, *factors)
+    return pieces.route(logits, p.bias, config.top_k, *factors)
+
+
+def mixed(p: MoE, m: Tensor, config: Config, ops: Ops, s: MoEScales | tuple[()] = ()) -> Tensor:
+    """What `moe` makes of the tokens, its one part."""
+    (out,), _ = moe(p, m, config, ops, s=s)
+    return out
 
 
 def unit(x: Tensor, eps: float) -> Tensor:
@@ -77,13 +84,13 @@ def by_hand(p: MoE, m: Tensor, config: Config) -> Tensor:
 @given(SPARSE, SEEDS, st.integers(1, 9), OPS)
 def test_matches_the_equations_in_float64(config: Config, seed: int, count: int, ops: Ops) -> None:
     p, m = sparse(config, seed), tokens(config, seed + 1, count)
-    close(moe(p, m, config, ops)[0], torch.stack([by_hand(p, row, config) for row in m]), 1e-5)
+    close(mixed(p, m, config, ops), torch.stack([by_hand(p, row, config) for row in m]), 1e-5)
 
 
 @given(configs(layers=1, mlp_layer_types=("sparse",), rms_norm_eps=0.5, post_norm_eps=0.1), SEEDS)
 def test_eps_of_both_norms_is_felt(config: Config, seed: int) -> None:
     p, m = sparse(config, seed), tokens(config, seed + 1, 3)
-    close(moe(p, m, config, EAGER)[0], torch.stack([by_hand(p, row, config) for row in m]), 1e-5)
+    close(mixed(p, m, config, EAGER), torch.stack([by_hand(p, row, config) for row in m]), 1e-5)
 
 
 @given(configs(layers=1, mlp_layer_types=("dense",)), SEEDS, OPS)
@@ -157,15 +164,15 @@ def test_experts_have_no_order(config: Config, seed: int, data: st.DataObject, o
         router=Router(p.router.weight[order], p.router.bias[order]),
         experts=p.experts._replace(gate_up=gate_up[order], down=down[order]),
     )
-    close(moe(shuffled, m, config, ops)[0], moe(p, m, config, ops)[0], 1e-5)
+    close(mixed(shuffled, m, config, ops), mixed(p, m, config, ops), 1e-5)
 
 
 @given(SPARSE, SEEDS, st.permutations(range(8)), OPS)
 def test_tokens_do_not_meet(config: Config, seed: int, order: list[int], ops: Ops) -> None:
     p, m = sparse(config, seed), tokens(config, seed + 1, 8)
-    out = moe(p, m, config, ops)[0]
-    close(moe(p, m[order], config, ops)[0], out[order], 1e-5)
-    close(moe(p, m[:1], config, ops)[0], out[:1], 1e-5)
+    out = mixed(p, m, config, ops)
+    close(mixed(p, m[order], config, ops), out[order], 1e-5)
+    close(mixed(p, m[:1], config, ops), out[:1], 1e-5)
 
 
 @given(SPARSE, SEEDS, st.integers(-8, 8))
@@ -175,24 +182,25 @@ def test_a_row_counts_by_its_direction_only(config: Config, seed: int, power: in
     p, m = sparse(config, seed), tokens(config, seed + 1, 5)
     _, down = weights(p.experts)
     scaled = p._replace(experts=p.experts._replace(down=down * 2.0**power))
-    close(moe(scaled, m, config, EAGER)[0], moe(p, m, config, EAGER)[0], 1e-5)
+    close(mixed(scaled, m, config, EAGER), mixed(p, m, config, EAGER), 1e-5)
 
 
 def watched(seen: dict[str, list[Tensor]]) -> Ops:
-    """EAGER, each result of `normed`, `expert_rows` and `blend` also put into `seen`."""
+    """EAGER, each result of `choose` (what goes into the experts), `expert_rows` and `blend` also put into `seen`."""
 
-    def watch(name: str) -> Callable[..., Tensor]:
-        def call(*args: Any) -> Tensor:
-            seen.setdefault(name, []).append(getattr(EAGER, name)(*args))
-            return seen[name][-1]
+    def watch(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            found = getattr(EAGER, name)(*args, **more)
+            seen.setdefault(name, []).append(found.u_TM if isinstance(found, Chosen) else found)
+            return found
 
         return call
 
-    return replace(EAGER, **{name: watch(name) for name in ("normed", "expert_rows", "blend")})
+    return replace(EAGER, **{name: watch(name) for name in ("choose", "expert_rows", "blend")})
 
 
 def test_dtypes_in_bfloat16() -> None:
-    """The router and the blend stay float32, expert inputs and products are bfloat16."""
+    """The router stays float32; expert inputs and products, and what is projected back, are bfloat16."""
     config = replace(SMALL, layers=1, layer_types=(), layer_rope_theta=(), mlp_layer_types=())
     p = random_params(config, 0, torch.bfloat16).layers[0].mlp
     assert isinstance(p, MoE)
@@ -203,7 +211,7 @@ def test_dtypes_in_bfloat16() -> None:
     out, idx = moe(p, m, config, watched(seen))
     assert torch.equal(idx, routes.idx_TR)
     dtypes = {name: [x.dtype for x in found] for name, found in seen.items()}
-    assert dtypes == {"normed": [torch.bfloat16], "expert_rows": [torch.bfloat16], "blend": [torch.float32]}
+    assert dtypes == {"choose": [torch.bfloat16], "expert_rows": [torch.bfloat16], "blend": [torch.bfloat16]}
     assert out.dtype == torch.bfloat16
 
 
@@ -211,16 +219,16 @@ def test_dtypes_in_bfloat16() -> None:
 def test_scales_worked_out_before_change_no_bit(config: Config, seed: int, ops: Ops) -> None:
     p, m = sparse(config, seed), tokens(config, seed + 1, 3)
     s = MoEScales(gain(p.squeeze_norm), gain(p.experts.norm))
-    assert torch.equal(moe(p, m, config, ops, s=s)[0], moe(p, m, config, ops)[0])
+    assert torch.equal(mixed(p, m, config, ops, s=s), mixed(p, m, config, ops))
     assert torch.equal(mlp(p, m[None], config, ops, s=s)[0], mlp(p, m[None], config, ops)[0])
 
 
 def test_the_scales_given_are_the_ones_used() -> None:
     p, m = sparse(SMALL, 0), tokens(SMALL, 1, 3)
-    found = moe(p, m, SMALL, EAGER)[0]
+    found = mixed(p, m, SMALL, EAGER)
     norms = gain(p.squeeze_norm), gain(p.experts.norm)
     for changed in (MoEScales(gain(-p.squeeze_norm), norms[1]), MoEScales(norms[0], gain(-p.experts.norm))):
-        far(moe(p, m, SMALL, EAGER, s=changed)[0], found)
+        far(mixed(p, m, SMALL, EAGER, s=changed), found)
 
 
 def test_shape_is_kept_and_inputs_are_not_modified() -> None:
@@ -228,7 +236,7 @@ def test_shape_is_kept_and_inputs_are_not_modified() -> None:
     m = torch.randn(2, 3, SMALL.hidden_size)
     before = snapshot((p, m))
     for ops in (EAGER, REFERENCE):
-        out, _ = mlp(p, m, SMALL, ops)
+        (out,), _ = mlp(p, m, SMALL, ops)
         assert out.shape == m.shape
         close(out[1, 2], by_hand(p, m[1, 2], SMALL), 1e-5)
     unchanged((p, m), before)

@@ -217,7 +217,8 @@ def test_kernels_draw_what_the_plain_form_draws(seed: int, mesh: Mesh, rows: str
     heat = {"greedy": [0.0] * 4, "drawn": [0.5, 1.0, 2.0, 1e-3], "both": [0.0, 1.0, 0.7, 0.0]}[rows]
     draw = draws([Sampling(t, seed=seed + n) for n, t in enumerate(heat)], 44)
     pos, greedy = torch.arange(4) + 7, rows == "greedy"
-    wanted = sample(logits, draw, pos, allowed_V=allowed, filtered=False)
+    going = torch.tensor([True, True, True, False]) if seed % 2 else None
+    wanted = sample(logits, draw, pos, allowed_V=allowed, filtered=False, going_B=going)
     one_at_a_time = threading.Lock()  # ranks are threads here, and the interpreter has one state
 
     def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,16 +231,17 @@ def test_kernels_draw_what_the_plain_form_draws(seed: int, mesh: Mesh, rows: str
     def no_reason(where: torch.device) -> str:
         return ""
 
-    kernels = SimpleNamespace(
-        why_not=gpu_sample.why_not, largest=guarded(gpu_sample.largest), draw=guarded(gpu_sample.draw)
-    )
+    forms = {fn.__name__: guarded(fn) for fn in (gpu_sample.tops, gpu_sample.draw, gpu_sample.tokens)}
+    kernels = SimpleNamespace(why_not=gpu_sample.why_not, **forms)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("muse_fn.sample.why_no_triton", no_reason)
         patch.setattr("muse_fn.sample._triton_form", lambda: kernels)
 
         def run(m: Mesh) -> torch.Tensor:
-            return sample(share(logits, m), draw, pos, allowed_V=allowed, filtered=False, greedy=greedy, mesh=m)
+            how: dict[str, Any] = {"allowed_V": allowed, "filtered": False, "greedy": greedy, "going_B": going}
+            return sample(share(logits, m), draw, pos, **how, mesh=m)
 
         for found in simulate(mesh, run):
             assert torch.equal(found, wanted)
     assert wanted[1] == -1
+    assert (wanted[3] == -1) == (going is not None)

@@ -16,7 +16,7 @@ from muse_fn.kernels import reference
 from muse_fn.kernels.packed import dequantise, quantise_mxfp4
 from muse_fn.params.tree import named
 from train.data import Batch, Codec, batch, codec_of, conversation, document, messages
-from train.model import NANO, Pace, every_expert, is_packed, start, stepper, stored
+from train.model import NANO, Pace, every_expert, is_packed, start, stepper, stored, training_ops
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = replace(
@@ -76,6 +76,19 @@ def test_every_expert_is_the_reference_with_gradients() -> None:
     torch.testing.assert_close(*outs)
     mine, theirs = (torch.autograd.grad(out.square().sum(), (u, gate_up, down)) for out in outs)
     torch.testing.assert_close(mine, theirs)
+
+
+def test_the_experts_of_a_training_step_have_the_contract_of_the_reference() -> None:
+    loads: list[Tensor] = []
+    ops = training_ops(torch.zeros(1, 6, dtype=torch.int64), loads)
+    draw = torch.Generator().manual_seed(0)
+    shapes = (6, 8), (4, 24, 8), (4, 8, 12)
+    u, gate_up, down = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    idx = 3 + torch.randint(4, (6, 2), generator=draw)
+    found = ops.expert_rows(u, idx, gate_up, down, first=3, dtype=torch.float32, arranged=())
+    torch.testing.assert_close(found, reference.expert_rows(u, idx, gate_up, down, first=3, dtype=torch.float32))
+    (load,) = loads
+    assert load.tolist() == torch.bincount(idx.flatten() - 3, minlength=4).tolist()
 
 
 def test_packed_leaves_are_seen_as_the_checkpoint_keeps_them() -> None:

@@ -1,0 +1,48 @@
+"""What a step does before its layers and after its head, each piece one operation: the plain-PyTorch meaning.
+
+A CUDA device does a piece in one launch where no gradient is wanted; kernels/gpu_step.py has these forms.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, device
+
+from muse_fn.kernels.norms import Rotary, rotary_at, rotary_frequencies
+from muse_fn.kernels.select import under_vmap, why_no_triton
+
+
+def embedding(table_VH: Tensor, ids: Tensor, first: int = 0) -> Tensor:
+    """Rows of a table whose first row is that of id `first`: ids [...] -> [..., H] in its dtype, zeros for ids
+    elsewhere."""
+    form = triton_form(table_VH.device)
+    if form and not form.why_not_embedding(table_VH):
+        return form.embedding(table_VH, ids, first)
+    local = ids - first
+    row = local.clamp(0, len(table_VH) - 1)
+    return torch.where((row == local).unsqueeze(-1), F.embedding(row, table_VH), 0.0)
+
+
+def rotary_of(pos_BT: Tensor, head_dim: int, theta: float) -> Rotary:
+    """The angles of pairs at these positions; on a device their frequencies are kept."""
+    form = triton_form(pos_BT.device)
+    known = form.frequencies if form else rotary_frequencies
+    return rotary_at(pos_BT, known(head_dim, theta, pos_BT.device))
+
+
+def capped(z: Tensor, multiplier: float, cap: float) -> Tensor:
+    """float32: cap * tanh(z * multiplier / cap), or z * multiplier where cap is 0; element by element."""
+    form = triton_form(z.device)
+    if form:
+        return form.capped(z, multiplier, cap)
+    z = z.float() * multiplier
+    return torch.tanh(z / cap) * cap if cap else z
+
+
+def triton_form(where: device) -> Any:
+    """kernels/gpu_step.py where its forms can be used: on this device, without gradients, outside of vmap; or None."""
+    if torch.is_grad_enabled() or under_vmap() or why_no_triton(where):
+        return None
+    return import_module("muse_fn.kernels.gpu_step")
