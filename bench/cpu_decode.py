@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from torch import Tensor
 
 from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
 from muse_fn.params.config import Config
+from muse_fn.params.quantise import quantise_experts
 from muse_fn.params.schema import leaves, sparse_layers
-from muse_fn.params.tree import Params, from_named, map_tensors, sample_tensor
+from muse_fn.params.tree import Params, from_named, map_tensors, named, sample_tensor
 from muse_fn.step import advance, decode, prefill
+from muse_fn.unpacking import unpacked
 
 MID = Config(
     vocab_size=32_768,
@@ -241,6 +244,27 @@ def measure(model: Any, params: Params, config: Config, case: Case, args: argpar
             yield result
 
 
+def packed_lines(params: Params, config: Config, args: argparse.Namespace) -> Iterator[str]:
+    """Decode steps with experts in MXFP4, packed and unpacked while loading, beside those in bfloat16, in turn."""
+    packed = quantise_experts(params, config)
+    values = named(packed)
+    plain = {leaf.path: unpacked(leaf, values[leaf.path], BF16) for leaf in leaves(config)}
+    forms = {"bfloat16": params, "packed": packed, "unpacked": from_named(sparse_layers(config), plain)}
+    yield "Experts in MXFP4, milliseconds of a decode step (median):"
+    for batch in (1, 8):
+        tokens = torch.randint(2, config.vocab_size, (batch, args.context), generator=torch.Generator().manual_seed(1))
+        begun = {name: our_prefill(tree, tokens, config, args.steps) for name, tree in forms.items()}
+        spent: dict[str, list[float]] = {name: [] for name in forms}
+        for _ in range(args.repeats + 1):  # the first warms up
+            for name, tree in forms.items():
+                first, kv, view = copy.deepcopy(begun[name])
+                token = first.argmax(-1, keepdim=True)
+                run = partial(our_decode, tree, config, token, kv, view, args.steps)
+                spent[name].append(seconds(run) / args.steps)
+        told = ", ".join(f"{name} {statistics.median(times[1:]) * 1e3:.1f}" for name, times in spent.items())
+        yield f"batch {batch}: {told}."
+
+
 HEADER = (
     "| case | ours, tokens/s (best) | transformers (best) | ratio (best) | ours, ms | floor, ms | / floor | achieved |",
     "|---|---|---|---|---|---|---|---|",
@@ -298,10 +322,12 @@ def main() -> None:
                 progress(f"{case.name}: repeat {len(timing.ours)} of {args.repeats}")
             read, rate = max(read, read_rate()), max(rate, matrix_rate())
             table.append((case, timing))
+        progress("experts in MXFP4")
+        packed = [*packed_lines(params, config, args)]
     lines.append(f"Best read rate {read / 1e9:.1f} GB/s, best matrix rate {rate / 1e9:,.0f} GFLOP/s, in this run.")
     progress("")
     print("\r", end="", file=sys.stderr)
-    report = "\n".join([*lines, "", *HEADER, *(row(c, t, read, rate) for c, t in table)])
+    report = "\n".join([*lines, "", *HEADER, *(row(c, t, read, rate) for c, t in table), "", *packed])
     print(report)
     if args.save:
         path = Path(__file__).parent / "results" / f"{date.today().isoformat()}-cpu-decode.md"

@@ -146,22 +146,9 @@ def _down(
             out = plain_product(h_ptr, place, valid, codes_ptr, expert.to(tl.int64) * N + n, K, BN, ROWS, STAGES)
         else:
             out = packed_product(
-                h_ptr,
-                place,
-                valid,
-                codes_ptr,
-                scales_ptr,
-                row,
-                K,
-                FORMAT,
-                FEW,
-                BN,
-                ROWS,
-                WARPS,
-                AT_ONCE,
-                not ALONE,
+                h_ptr, place, valid, codes_ptr, scales_ptr, row, K, FORMAT, FEW, BN, ROWS, WARPS, AT_ONCE, not ALONE,
                 STAGES,
-            )
+            )  # fmt: skip
         if FORMAT == NV:
             out *= tl.load(global_ptr + expert) / NV_SHIFT
     if FORMAT != PLAIN and not FEW:

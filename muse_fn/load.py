@@ -18,6 +18,9 @@ from muse_fn.sharding.mesh import ONE, Mesh
 from muse_fn.sharding.rules import check_mesh, holds
 from muse_fn.sharding.split import local_path, part_of, stage_config
 from muse_fn.tokenizer import Tokenizer, load_tokenizer
+from muse_fn.unpacking import is_better_unpacked, unpacked
+
+QUANTIZE = (None, "mxfp4", "none", "auto")
 
 
 class Model(NamedTuple):
@@ -40,24 +43,30 @@ def load(
     """A checkpoint folder in any published layout: stacked or per-expert, plain, Quark MXFP4 or NVFP4, unconverted.
 
     `dtype` is for plain tensors except router and residual gates, which are float32; None keeps each as stored.
-    `quantize="mxfp4"` packs the experts of the inner layers while reading. All is verified before anything is
-    allocated; raises CheckpointError, ConfigError, MeshError or ValueError with every problem.
+    Experts stay as they are stored unless `quantize` says "mxfp4", which packs those of the inner layers while reading,
+    "none", which unpacks them, or "auto": unpacked on a CPU where there is room, the rule of muse_fn/unpacking.py. All
+    is verified before anything is allocated; raises CheckpointError, ConfigError, MeshError or ValueError with every
+    problem.
 
     A rank of a mesh reads its own slices only, `progress` counting their bytes; the mesh need not be linked, so
     `Mesh(ep=2, tp=4).at(3)` loads one of eight shares alone.
     """
     mesh = mesh or ONE
-    if quantize not in (None, "mxfp4"):
-        raise ValueError(f"quantize is {quantize!r}: must be None or 'mxfp4'")
+    if quantize not in QUANTIZE:
+        raise ValueError(f"quantize is {quantize!r}: must be one of {', '.join(map(repr, QUANTIZE))}")
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    if quantize:
+    if quantize == "mxfp4":
         check_widths(config, quantize)
     check_mesh(config, mesh, blocks_of(checkpoint, quantize))
     tokenizer = load_tokenizer(checkpoint.folder) if (checkpoint.folder / "tokenizer.json").exists() else None
-    finish = partial(quantise_leaf, config=config) if quantize else None
-    params = read_params(checkpoint, dtype, device, progress, finish, share_of(config, mesh))
-    return Model(config, params, tokenizer)
+    share = share_of(config, mesh)
+    finish = None
+    if quantize == "mxfp4":
+        finish = partial(quantise_leaf, config=config)
+    elif quantize == "none" or (quantize == "auto" and is_better_unpacked(checkpoint, share, device, dtype)):
+        finish = partial(unpacked, dtype=dtype)
+    return Model(config, read_params(checkpoint, dtype, device, progress, finish, share), tokenizer)
 
 
 def share_of(config: Config, mesh: Mesh) -> Share:
@@ -75,8 +84,9 @@ def share_of(config: Config, mesh: Mesh) -> Share:
 def blocks_of(checkpoint: Checkpoint, quantize: str | None = None) -> dict[str, int]:
     """For parameters that are packed once loaded, by path: how many inputs share a scale and must stay together."""
     packed = {plan.leaf.path: plan.format.block for plan in checkpoint.plans if plan.format.node != "plain"}
-    made = [plan.leaf.path for plan in checkpoint.plans if quantize and is_packable(plan.leaf, checkpoint.config)]
-    return {**{path: BLOCKS[quantize] for path in made if quantize}, **packed}
+    packs = quantize == "mxfp4"
+    made = [plan.leaf.path for plan in checkpoint.plans if packs and is_packable(plan.leaf, checkpoint.config)]
+    return {**dict.fromkeys(made, BLOCKS["mxfp4"]), **packed}
 
 
 def save(

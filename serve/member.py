@@ -132,7 +132,7 @@ def _place_to_speak_from() -> Place:
 
 
 def open_on_mesh(
-    text: str | None, path: Path | None, device: str, dtype: Dtype, quantize: Quantize | None, quiet: bool
+    text: str | None, path: Path | None, device: str, dtype: Dtype, quantize: Quantize, quiet: bool
 ) -> tuple[Model, Mesh]:
     """The model and the mesh of a command with `--mesh text`; a rank's own share, and its mesh joined.
 
@@ -155,8 +155,7 @@ def open_on_mesh(
     mesh = join(mesh, device)
     if launcher is None:
         return load_with_bar(path, device, dtype, quantize, quiet or not is_speaker(mesh), mesh), mesh
-    packed = quantize.value if quantize else None
-    model = load(path or EMBEDDED, device, DTYPES[dtype], mesh, quantize=packed, progress=launcher.progress)
+    model = load(path or EMBEDDED, device, DTYPES[dtype], mesh, quantize=quantize.value, progress=launcher.progress)
     launcher.loaded()
     return model, mesh
 
@@ -184,13 +183,13 @@ def speaking() -> Generator[None]:
         raise
 
 
-def open_headers(path: Path, mesh: Mesh, quantize: Quantize | None) -> Model:
+def open_headers(path: Path, mesh: Mesh, quantize: Quantize) -> Model:
     """A model without parameters, from the headers of its files. Raises MeshError unless the mesh fits."""
     checkpoint = open_checkpoint(path)
-    config, packed = checkpoint.config, quantize.value if quantize else None
-    if packed:
-        check_widths(config, packed)
-    blocks = blocks_of(checkpoint, packed)
+    config = checkpoint.config
+    if quantize == Quantize.mxfp4:
+        check_widths(config, quantize.value)
+    blocks = blocks_of(checkpoint, quantize.value)
     check_mesh(config, mesh, blocks)
     check_processes(config, mesh, blocks)
     has_tokenizer = (checkpoint.folder / "tokenizer.json").exists()

@@ -40,9 +40,11 @@ class Dtype(StrEnum):
 
 
 class Quantize(StrEnum):
-    """Formats that experts can be packed to while loading."""
+    """What becomes of experts while loading; see muse_fn.load."""
 
+    auto = "auto"
     mxfp4 = "mxfp4"
+    none = "none"
 
 
 class KvDtype(StrEnum):
@@ -60,7 +62,12 @@ ModelDir = Annotated[Path | None, typer.Option("--model", help="Checkpoint folde
 Device = Annotated[str, typer.Option("--device", help="Torch device, such as cpu or cuda.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of plain parameters.")]
 QuantizeOption = Annotated[
-    Quantize | None, typer.Option("--quantize", help="Pack the inner layers' experts while loading.")
+    Quantize,
+    typer.Option(
+        "--quantize",
+        help="mxfp4 packs the inner layers' experts while loading, none unpacks them; auto unpacks them on a CPU where "
+        "there is room, which is faster there.",
+    ),
 ]
 KvOption = Annotated[
     KvDtype | None, typer.Option("--kv", help="Dtype of the KV cache. Default: that of the parameters.")
@@ -76,7 +83,7 @@ MeshOption = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output and nothing else.")]
 
 
-def open_model(path: Path | None, device: str, dtype: Dtype, quantize: Quantize | None, quiet: bool) -> Model:
+def open_model(path: Path | None, device: str, dtype: Dtype, quantize: Quantize, quiet: bool) -> Model:
     """Loads a checkpoint with a progress bar on standard error; the embedded one when `path` is None."""
     if not quiet:
         show_banner()
@@ -90,7 +97,7 @@ def show_banner() -> None:
 
 
 def load_with_bar(
-    path: Path | None, device: str, dtype: Dtype, quantize: Quantize | None, quiet: bool, mesh: Mesh | None = None
+    path: Path | None, device: str, dtype: Dtype, quantize: Quantize, quiet: bool, mesh: Mesh | None = None
 ) -> Model:
     """`open_model` on a device that has been checked; on a mesh this rank's share."""
     with loading_bars(quiet) as bar:
@@ -104,7 +111,7 @@ def load_with_bar(
             device=device,
             dtype=DTYPES[dtype],
             mesh=mesh,
-            quantize=quantize.value if quantize else None,
+            quantize=quantize.value,
             progress=progress,
         )
 

@@ -19,6 +19,7 @@ from muse_fn.serve.options import (
     Json,
     MeshOption,
     ModelDir,
+    Quantize,
     QuantizeOption,
     out,
     parse_json,
@@ -34,7 +35,7 @@ def score(
     model: ModelDir = None,
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.float32,
-    quantize: QuantizeOption = None,
+    quantize: QuantizeOption = Quantize.auto,
     mesh: MeshOption = None,
     as_json: Json = False,
 ) -> None:

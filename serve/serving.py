@@ -33,6 +33,7 @@ from muse_fn.serve.options import (
     KvOption,
     MeshOption,
     ModelDir,
+    Quantize,
     QuantizeOption,
 )
 from muse_fn.sharding.collectives import leave
@@ -46,7 +47,7 @@ def serve(
     model: ModelDir = None,
     device: Device = "cpu",
     dtype: DtypeOption = Dtype.float32,
-    quantize: QuantizeOption = None,
+    quantize: QuantizeOption = Quantize.auto,
     mesh: MeshOption = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
