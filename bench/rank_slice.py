@@ -13,7 +13,6 @@ layer at a rank's sizes, if it is installed. Prints Markdown; `--save` keeps it 
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
@@ -22,151 +21,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from slices import (
+    BF16,
+    Alone,
+    Rates,
+    both_seconds,
+    bytes_to_read,
+    captured_step,
+    device_seconds,
+    first_chunk,
+    operations_of,
+    random_slice,
+    rates,
+    state_of,
+    touched,
+)
 from torch import Tensor
 
-from muse_fn.capture import capture
-from muse_fn.captured_decode import Arenas, decode_and_sample
-from muse_fn.decoder import Chunk, Scales, hidden_states, scales
-from muse_fn.kernels.packed import MXFP4, Weight
+from muse_fn.decoder import Chunk, hidden_states
 from muse_fn.kernels.select import STATIC, Ops, select
-from muse_fn.kvcache.cache import KVCache, View, init_cache, locate, step_positions
-from muse_fn.kvcache.layout import layout_of
 from muse_fn.params.config import Config
-from muse_fn.params.schema import Leaf, leaves, sparse_layers
-from muse_fn.params.slicing import shape_of_part
-from muse_fn.params.tree import MoE, Params, from_named, map_tensors, tensors
-from muse_fn.sample import Draw, Sampling, draws
+from muse_fn.params.tree import Params, map_tensors
 from muse_fn.sharding.mesh import Mesh
-from muse_fn.sharding.split import part_of
-from muse_fn.step import prefill
 
-BLOCK, CHUNK = 128, 4096
-BF16 = torch.bfloat16
+CHUNK = 4096
 DECODE = "decode, batch {}, context {:,}"
-
-
-class Alone:
-    """A link that reaches nobody: shapes are those of the whole mesh, values this rank's."""
-
-    def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
-        """This rank's part."""
-        return x
-
-    def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
-        """This rank's part, as often as there are ranks."""
-        return x.expand(len(peers), *x.shape)
-
-    def broadcast(self, x: Tensor, source: int, peers: tuple[int, ...]) -> Tensor:
-        """What this rank would give."""
-        return x
-
-    def pass_on(self, x: Tensor | None, to: int, into: Tensor | None, source: int) -> Tensor | None:
-        """Nothing comes."""
-        return into
-
-
-def random_slice(config: Config, mesh: Mesh, device: torch.device) -> Params:
-    """This rank's parameters, made where they are: experts packed in every layer, all others in bfloat16 or float32."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random_bytes(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
-
-    def made(leaf: Leaf) -> Weight:
-        *outer, inner = shape = shape_of_part(part_of(leaf, config, mesh))
-        if leaf.row.each:
-            return MXFP4(random_bytes(0, 256, *outer, inner // 2), random_bytes(119, 121, *outer, inner // 32))
-        dtype = torch.float32 if leaf.row.dtype == "float32" else BF16
-        if leaf.row.init != "normal":
-            return torch.full(shape, float(leaf.row.init == "ones"), dtype=dtype, device=device)
-        return (torch.randn(shape, device=device, generator=generator) * config.initializer_range).to(dtype)
-
-    return from_named(sparse_layers(config), {leaf.path: made(leaf) for leaf in leaves(config)})
-
-
-def both_seconds(fn: Callable[[], object], repeats: int, inner: int) -> tuple[float, float]:
-    """Median times of one of `inner` calls in a row: between events on the device, and by the host's clock."""
-    fn()
-    spent: list[tuple[float, float]] = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        start.record()
-        for _ in range(inner):
-            fn()
-        end.record()
-        torch.cuda.synchronize()
-        spent.append((start.elapsed_time(end) / 1e3 / inner, (time.perf_counter() - began) / inner))
-    device, host = zip(*spent, strict=True)
-    return statistics.median(device), statistics.median(host)
-
-
-def device_seconds(fn: Callable[[], object], repeats: int = 7, inner: int = 1) -> float:
-    """The median time that the device spends on `inner` calls in a row, by its own clock, for one of them."""
-    return both_seconds(fn, repeats, inner)[0]
-
-
-class Rates(NamedTuple):
-    """What the card does at best, in this run."""
-
-    read: float  # bytes a second
-    copied: float  # bytes read and written a second
-    products: float  # bfloat16 operations a second
-
-
-def rates(device: torch.device) -> Rates:
-    """A large sum, a large copy by a kernel, and a large product through the library."""
-    big = torch.randn(1 << 29, device=device)  # 2 GiB
-    read = big.nbytes / device_seconds(lambda: big.sum())
-    other = torch.empty_like(big)
-    copied = 2 * big.nbytes / device_seconds(lambda: torch.add(big, 1.0, out=other))
-    a, b = (torch.randn(8192, 8192, device=device).to(BF16) for _ in "ab")
-    return Rates(max(read, copied), copied, 2 * 8192**3 / device_seconds(lambda: a @ b))
-
-
-class State(NamedTuple):
-    """A step's surroundings."""
-
-    kv: KVCache
-    view: View
-    tokens: Tensor  # int64 [B, 1]
-
-
-def state_of(config: Config, mesh: Mesh, batch: int, context: int, device: torch.device) -> State:
-    """A cache of random values in which every sequence has context - 1 positions, blocks in random order."""
-    columns, layout = -(-(context + 16) // BLOCK), layout_of(config, mesh)
-    blocks = 1 + layout.groups * batch * columns if context <= 4096 else 1 + batch * columns
-    kv = init_cache(config, blocks, BLOCK, dtype=BF16, device=str(device), mesh=mesh)
-    for arena in (*kv.k, *kv.v):
-        arena.normal_()
-    order = 1 + torch.randperm(blocks - 1, device=device)
-    # Contexts too long for three tables of their own share one: what is read is the same.
-    table = order.view(-1, batch, columns).expand(layout.groups, batch, columns).contiguous()
-    past = torch.full((batch,), context - 1, device=device)
-    tokens = torch.randint(0, 1000, (batch, 1), device=device)
-    return State(kv, View(table, past, torch.ones_like(past)), tokens)
-
-
-def touched(params: Params, state: State, config: Config, mesh: Mesh, ops: Ops) -> float:
-    """How many of this rank's experts the step's tokens take, on average over layers."""
-    places = locate(state.view, 1, BLOCK, layout_of(config, mesh))
-    chunk = Chunk(state.tokens, step_positions(state.view, 1), places)
-    routes = hidden_states(params, [chunk], state.kv, config, ops, mesh).routes
-    local = config.experts // mesh.ep
-    counts = [len(r[(r < local)].unique()) for r in routes if isinstance(r, Tensor)]
-    return sum(counts) / len(counts)
-
-
-def bytes_to_read(params: Params, config: Config, mesh: Mesh, batch: int, context: int, experts: float) -> float:
-    """Of one decode step; rows of the embedding and all writes are left out."""
-    packed = [p.mlp.experts for p in params.layers if isinstance(p.mlp, MoE)]
-    in_experts = sum(t.nbytes for e in packed for t in tensors((e.gate_up, e.down)))
-    others = sum(t.nbytes for t in tensors(params)) - in_experts
-    others -= params.embed.nbytes if isinstance(params.embed, Tensor) else 0
-    keys = sum(min(context, config.window) if config.is_sliding(i) else context for i in range(config.layers))
-    row = 2 * BF16.itemsize * config.head_dim * (config.kv_heads // (mesh.ep * mesh.tp))
-    return others + in_experts * experts / (config.experts // mesh.ep) + batch * keys * row
 
 
 class Row(NamedTuple):
@@ -182,50 +61,22 @@ class Row(NamedTuple):
 def decode_rows(
     params: Params, config: Config, mesh: Mesh, cases: list[tuple[int, int]], best: Rates, device: torch.device
 ) -> Iterator[Row]:
-    """Captured decode steps of (batch, context), greedy and drawn rows alike."""
-    ops = select(device)
+    """Captured decode steps of (batch, context)."""
     for batch, context in cases:
         state = state_of(config, mesh, batch, context, device)
-        experts = touched(params, state, config, mesh, ops)
-        settings = [Sampling(1.0, seed=n) for n in range(batch)]
-        draw = map_tensors(lambda t: t.to(device), draws(settings, config.vocab_size))
-
-        def step(p: Params, tokens: Tensor, kv: Arenas, view: View, draw: Draw, every: tuple[Scales, ...]) -> object:
-            args = p, tokens, kv, view, draw, (), config, mesh
-            return decode_and_sample(*args, filtered=False, every=every, ops=ops)
-
-        args = (params, state.tokens, Arenas(state.kv.k, state.kv.v), state.view, draw, scales(params.layers, config))
-        graph = capture(step, args, donate=(2,), fixed=(0, 5))
-        seconds = device_seconds(lambda graph=graph, args=args: graph(*args), inner=5)
+        experts = statistics.mean(touched(params, state, config, mesh, select(device)))
+        step = captured_step(params, state, config, mesh)
+        seconds = device_seconds(step, inner=5)
         size = bytes_to_read(params, config, mesh, batch, context, experts)
         yield Row(DECODE.format(batch, context), seconds, size / best.read, size, experts)
-        del graph, args, state
+        del step, state
         torch.cuda.empty_cache()
 
 
 def prefill_row(params: Params, config: Config, mesh: Mesh, best: Rates, device: torch.device) -> Row:
     """The first chunk of a prompt. Nothing is captured: the time is between events and includes gaps of launching."""
-    layout = layout_of(config, mesh)
-    columns = CHUNK // BLOCK
-    kv = init_cache(config, 1 + layout.groups * columns, BLOCK, dtype=BF16, device=str(device), mesh=mesh)
-    table = (1 + torch.arange(layout.groups * columns, device=device)).view(layout.groups, 1, columns)
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    view, tokens = View(table, zero, zero + CHUNK), torch.randint(0, 1000, (1, CHUNK), device=device)
-    held = [kv]
-
-    def run() -> None:
-        _, held[0] = prefill(params, tokens, held[0], view, config, mesh, gathered=False, checked=True)
-
-    seconds = device_seconds(run, repeats=3)
-    rows = sum(t.numel() for t in tensors(params) if t.dim() == 2 and t.dtype == BF16)
-    rows -= sum(t.numel() for t in (params.embed, params.head) if isinstance(t, Tensor))
-    router = sum(p.mlp.router.weight.numel() for p in params.layers if isinstance(p.mlp, MoE))
-    expert = 3 * config.latent_size * config.expert_size // mesh.tp * config.top_k / mesh.ep
-    expert *= sum(sparse_layers(config))
-    triangle, hidden = CHUNK * (CHUNK + 1), (CHUNK - config.window) * (CHUNK - config.window + 1)
-    pairs = sum(triangle - hidden * config.is_sliding(i) for i in range(config.layers)) // 2
-    heads = config.heads // (mesh.ep * mesh.tp) * config.head_dim
-    operations = 2 * CHUNK * (rows + router + expert) + 4 * pairs * heads
+    seconds = device_seconds(first_chunk(params, config, mesh, CHUNK, device), repeats=3)
+    operations = operations_of(params, config, mesh, CHUNK)
     name = f"prefill of {CHUNK:,} tokens, launched from the host"
     return Row(name, seconds, operations / best.products, operations, CHUNK)
 
