@@ -38,7 +38,6 @@ from slices import (
     captured_step,
     first_chunk,
     operations_of,
-    random_slice,
     rates,
     state_of,
     touched,
@@ -61,6 +60,7 @@ from muse_fn.params.config import Config
 from muse_fn.params.quantise import is_packable
 from muse_fn.params.tree import Params, sample_tensor, tensors
 from muse_fn.plan import Setup, predict
+from muse_fn.random_weights import random_params
 from muse_fn.sample import Sampling, draws
 from muse_fn.sharding.collectives import Place, group_place, join, leave, psum, stacked, tell_all
 from muse_fn.sharding.mesh import AXES, ONE, Mesh, MeshError, parse_mesh
@@ -266,7 +266,7 @@ def measured(task: Task, args: argparse.Namespace, into: list[Line]) -> Iterator
         yield f"Not measured, it {room}."
         return
     packed = partial(is_packable, config=config)
-    params = random_slice(config, mesh, cards.device, packed, seed=1 + mesh.rank)
+    params = random_params(config, mesh, cards.device, is_packed=packed)
     cards.clean()
     held = cards.every(sum(t.nbytes for t in tensors(params)))
     yield f"Parameters of a card, bytes: {held.min():,.0f} to {held.max():,.0f} held, {room.parameters:,} planned.\n"

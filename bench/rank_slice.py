@@ -29,9 +29,9 @@ from slices import (
     bytes_to_read,
     captured_step,
     device_seconds,
+    experts_of,
     first_chunk,
     operations_of,
-    random_slice,
     rates,
     state_of,
     touched,
@@ -42,6 +42,7 @@ from muse_fn.decoder import Chunk, hidden_states
 from muse_fn.kernels.select import STATIC, Ops, select
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Params, map_tensors
+from muse_fn.random_weights import random_params
 from muse_fn.sharding.mesh import Mesh
 
 CHUNK = 4096
@@ -84,7 +85,7 @@ def prefill_row(params: Params, config: Config, mesh: Mesh, best: Rates, device:
 def accuracy(config: Config, mesh: Mesh, device: torch.device) -> str:
     """The hidden state after a few layers against float32, ours and the plain form's."""
     small = replace(config, layers=4, layer_types=(), layer_rope_theta=(), mlp_layer_types=())
-    params = random_slice(small, mesh, device)
+    params = random_params(small, mesh, device, is_packed=experts_of)
     exact = map_tensors(lambda t: t.float() if t.dtype == BF16 else t, params)
     tokens = torch.randint(0, 1000, (2, 64), device=device)
     pos = torch.arange(64, device=device).expand(2, 64)
@@ -206,7 +207,7 @@ def report(args: argparse.Namespace, rows: list[Row]) -> Iterator[str]:
     yield f"Best of this run: {best.read / 1e12:.2f} TB/s read, {best.copied / 1e12:.2f} TB/s copied, "
     yield f"{best.products / 1e12:.0f} bfloat16 TFLOP/s. Operations: {select(device).why}.\n"
     yield accuracy(config, mesh, device) + "\n"
-    params = random_slice(config, mesh, device)
+    params = random_params(config, mesh, device, is_packed=experts_of)
     columns = ("step", "ms", "us a layer", "experts", "GB or TFLOP", "TB/s or TFLOP/s", "of the floor")
     yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
     cases = [(b, 2048) for b in args.batches] + [(1, n) for n in args.context]

@@ -16,17 +16,15 @@ from torch import Tensor
 from muse_fn.capture import capture
 from muse_fn.captured_decode import Arenas, decode_and_sample, linked_as_one_op
 from muse_fn.decoder import Chunk, Scales, hidden_states, scales
-from muse_fn.kernels.packed import MXFP4, Weight
 from muse_fn.kernels.select import Ops, select
 from muse_fn.kvcache.cache import KVCache, View, init_cache, locate, step_positions
 from muse_fn.kvcache.layout import layout_of
 from muse_fn.params.config import Config
-from muse_fn.params.schema import Leaf, leaves, sparse_layers
-from muse_fn.params.slicing import shape_of_part
-from muse_fn.params.tree import MoE, Params, from_named, map_tensors, tensors
+from muse_fn.params.schema import Leaf, sparse_layers
+from muse_fn.params.tree import MoE, Params, map_tensors, tensors
 from muse_fn.sample import Draw, Sampling, draws
 from muse_fn.sharding.mesh import Mesh
-from muse_fn.sharding.split import local_kv_heads, part_of
+from muse_fn.sharding.split import local_kv_heads
 from muse_fn.step import prefill
 
 BLOCK = 128
@@ -52,30 +50,6 @@ class Alone:
 def experts_of(leaf: Leaf) -> bool:
     """Whether a parameter is of experts, in whatever layer."""
     return bool(leaf.row.each)
-
-
-def random_slice(
-    config: Config, mesh: Mesh, device: torch.device, packed: Callable[[Leaf], bool] = experts_of, seed: int = 0
-) -> Params:
-    """This rank's parameters, made where they are: what is `packed` in MXFP4, all others in bfloat16 or float32. `seed`
-    is for what ranks share out: what each holds whole is the same for any."""
-    whole = torch.Generator(device).manual_seed(0)
-    own = torch.Generator(device).manual_seed(seed) if seed else whole
-
-    def random_bytes(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=own)
-
-    def made(leaf: Leaf) -> Weight:
-        *outer, inner = shape = shape_of_part(part_of(leaf, config, mesh))
-        if packed(leaf):
-            return MXFP4(random_bytes(0, 256, *outer, inner // 2), random_bytes(119, 121, *outer, inner // 32))
-        dtype = torch.float32 if leaf.row.dtype == "float32" else BF16
-        if leaf.row.init != "normal":
-            return torch.full(shape, float(leaf.row.init == "ones"), dtype=dtype, device=device)
-        generator = whole if shape == leaf.shape else own
-        return torch.randn(shape, dtype=dtype, device=device, generator=generator).mul_(config.initializer_range)
-
-    return from_named(sparse_layers(config), {leaf.path: made(leaf) for leaf in leaves(config)})
 
 
 def both_seconds(fn: Callable[[], object], repeats: int, inner: int) -> tuple[float, float]:

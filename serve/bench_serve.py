@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -31,6 +32,13 @@ bench = typer.Typer(help="Measures a running server.", no_args_is_help=True, add
 SPREADS = {"first_token": "first token", "between_tokens": "between tokens", "whole": "whole answer"}
 
 
+class Api(StrEnum):
+    """What is asked for: conversations, or texts to be continued."""
+
+    chat = "chat"
+    completions = "completions"
+
+
 @bench.callback()
 def _group() -> None:  # pyright: ignore[reportUnusedFunction]  # typer makes a lone command the whole group otherwise
     """Measures a running server."""
@@ -50,6 +58,10 @@ def serve(
         Path | None,
         typer.Option("--prompts", help='JSON lines instead: a string, {"prompt": …} or {"messages": […]}.'),
     ] = None,
+    api: Annotated[
+        Api,
+        typer.Option("--api", help="completions tells every token as it comes, also where it is no text to show."),
+    ] = Api.chat,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer.")] = 64,
     fields: Annotated[
         str, typer.Option("--fields", help="More fields of each request, as a JSON object.")
@@ -63,13 +75,13 @@ def serve(
     as_json: Json = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the levels to this .png or .svg file.")] = None,
 ) -> None:
-    """Loads a server with streamed chats. Ctrl-C ends it and shows what is known by then."""
+    """Loads a server with streamed answers. Ctrl-C ends it and shows what is known by then."""
     if plot is not None:
         check_drawing(plot)
     check_url(url)
     levels = parse_levels(concurrency)
-    asked = None if prompts is None else read_prompts(prompts)
-    target = Target(url, model or "", api_key, {"max_tokens": max_tokens, **parse_fields(fields)}, timeout)
+    asked = None if prompts is None else read_prompts(prompts, api)
+    target = Target(url, model or "", api_key, {"max_tokens": max_tokens, **parse_fields(fields)}, timeout, api.value)
 
     async def work() -> list[Level]:
         named = target if model else target._replace(model=await first_model(target))
@@ -137,14 +149,14 @@ def parse_fields(text: str) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def read_prompts(file: Path) -> list[Messages]:
-    """The messages of each line. Raises ValueError that lists the lines at fault."""
+def read_prompts(file: Path, api: Api = Api.chat) -> list[Messages]:
+    """The messages of each line, for completions one text. Raises ValueError that lists the lines at fault."""
     found, problems = list[Messages](), list[str]()
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
-            found.append(_messages(parse_json(line, f"line {number}")))
+            found.append(_messages(parse_json(line, f"line {number}"), api))
         except ValueError as error:
             problems.append(str(error) if str(error).startswith("line") else f"line {number}: {error}")
     if not (found or problems):
@@ -154,10 +166,12 @@ def read_prompts(file: Path) -> list[Messages]:
     return found
 
 
-def _messages(value: object) -> Messages:
+def _messages(value: object, api: Api) -> Messages:
     entry = cast("dict[str, Any]", value) if isinstance(value, dict) else {"prompt": value}
     if isinstance(text := entry.get("prompt"), str):
         return [{"role": "user", "content": text}]
+    if api == Api.completions:
+        raise ValueError('must be a string or {"prompt": string} for --api completions')
     if isinstance(listed := entry.get("messages"), list) and listed:
         return cast("Messages", listed)
     raise ValueError('must be a string, {"prompt": string} or {"messages": list}')

@@ -1,4 +1,4 @@
-"""Load for an OpenAI-compatible server, and what it showed: many streamed chats at once, and every event timed.
+"""Load for an OpenAI-compatible server, and what it showed: many streamed answers at once, and every event timed.
 
 Times are seconds of the client's clock. They include the network and the client's own work.
 """
@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 Messages = list[dict[str, Any]]
-PATH = "/v1/chat/completions"
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 UNFINISHED = "unfinished"  # had no end when the level was cut
 # Short and common, so that in most vocabularies each is one token with its space.
 WORDS = (
@@ -35,6 +35,15 @@ class Target(NamedTuple):
     key: str | None = None
     fields: dict[str, Any] = {}  # noqa: RUF012  # never changed
     timeout: float = 300.0  # of one request
+    api: str = "chat"  # of PATHS
+
+    def body(self, messages: Messages) -> dict[str, Any]:
+        """Of a streamed request. A completion continues the text of the messages, and tells its tokens one by one
+        whether or not there is text to show for them."""
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        text = "\n".join(str(message["content"]) for message in messages)
+        asked = {"messages": messages} if self.api == "chat" else {"prompt": text, "return_token_ids": True}
+        return {"model": self.model, **asked, **options, **self.fields}
 
 
 class Sample(NamedTuple):
@@ -205,13 +214,12 @@ async def run_level(
 
 
 async def ask(client: httpx.AsyncClient, target: Target, messages: Messages, begun: float | None = None) -> Sample:
-    """One streamed chat. Never raises for what the server or the network does."""
+    """One streamed answer. Never raises for what the server or the network does."""
     loop = asyncio.get_running_loop()
     seen = _Seen(loop.time() if begun is None else begun)
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    body = {"model": target.model, "messages": messages, **options, **target.fields}
+    body, path = target.body(messages), PATHS[target.api]
     try:
-        async with asyncio.timeout(target.timeout), client.stream("POST", PATH, json=body) as response:
+        async with asyncio.timeout(target.timeout), client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 return Sample(f"status {response.status_code}", loop.time() - seen.begun)
             async with aclosing(events(response)) as told:
@@ -244,7 +252,8 @@ class _Seen:
     """What has come of one stream."""
 
     begun: float
-    times: list[float] = field(default_factory=list[float])  # of events with text
+    times: list[float] = field(default_factory=list[float])  # of events with tokens, or with text where none are told
+    has_ids: bool = False
     usage: dict[str, Any] | None = None
     failure: str = "cut off"  # until the answer has a finish reason
 
@@ -254,8 +263,10 @@ class _Seen:
             return
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            if any(value for name, value in delta.items() if name != "role"):
+            said = choice.get("delta") or {"text": choice.get("text")}
+            has_text = any(value for name, value in said.items() if name != "role")
+            self.has_ids |= bool(ids := choice.get("token_ids"))
+            if ids or (has_text and not self.has_ids):
                 self.times.append(now)
             if choice.get("finish_reason") and self.failure == "cut off":
                 self.failure = ""

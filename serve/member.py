@@ -19,18 +19,19 @@ from typing import Any
 
 import torch
 
-from muse_fn.load import Model, blocks_of, load
+from muse_fn.footprint import blocks_of as blocks_of_format
+from muse_fn.load import Model, blocks_of, format_of, open_random, tokenizer_of
 from muse_fn.params.checkpoint import open_checkpoint
 from muse_fn.params.config import Config
 from muse_fn.params.quantise import check_widths
 from muse_fn.params.tree import Params
 from muse_fn.serve.options import (
-    DTYPES,
     EMBEDDED,
     Dtype,
     Quantize,
     check_device,
     err,
+    load_or_make,
     load_with_bar,
     open_model,
     show_banner,
@@ -38,7 +39,6 @@ from muse_fn.serve.options import (
 from muse_fn.sharding.collectives import ALONE, PeerError, Place, group_place, join
 from muse_fn.sharding.mesh import ONE, Mesh, MeshError, parse_mesh
 from muse_fn.sharding.rules import check_mesh, problems_of_mesh
-from muse_fn.tokenizer import load_tokenizer
 
 LINE = "MUSE_FN_LINE"  # number of the file that is a rank's end of its line
 PAUSE = 10.0  # seconds: torchrun ends all ranks as soon as one has ended, and the first is to have its say
@@ -132,30 +132,37 @@ def _place_to_speak_from() -> Place:
 
 
 def open_on_mesh(
-    text: str | None, path: Path | None, device: str, dtype: Dtype, quantize: Quantize, quiet: bool
+    text: str | None,
+    path: Path | None,
+    device: str,
+    dtype: Dtype,
+    quantize: Quantize,
+    quiet: bool,
+    is_random: bool = False,
 ) -> tuple[Model, Mesh]:
     """The model and the mesh of a command with `--mesh text`; a rank's own share, and its mesh joined.
 
     In the process that is to launch the ranks the model has no parameters and the mesh no link: whatever follows from
     config and tokenizer can be checked before a rank is started. Raises MeshError, before that or before joining, for
-    a mesh that does not fit the model or the number of processes.
+    a mesh that does not fit the model or the number of processes. `is_random` makes parameters instead of reading them.
     """
     mesh = ONE if text is None else parse_mesh(text)
     if (group_place() or ALONE).world == 1 and mesh.ranks == 1:
-        return open_model(path, device, dtype, quantize, quiet), mesh
+        return open_model(path, device, dtype, quantize, quiet, is_random), mesh
     launcher = line()
     if launcher is None:  # the launcher of this rank, if it has one, did all this
         if not quiet and is_speaker(mesh):
             show_banner()
-        head = open_headers(path or EMBEDDED, mesh, quantize)
+        head = (open_sizes if is_random else open_headers)(path or EMBEDDED, mesh, quantize)
         if group_place() is None:
             check_cards(device, mesh)
             return head, mesh
     device = own_device(device)
     mesh = join(mesh, device)
     if launcher is None:
-        return load_with_bar(path, device, dtype, quantize, quiet or not is_speaker(mesh), mesh), mesh
-    model = load(path or EMBEDDED, device, DTYPES[dtype], mesh, quantize=quantize.value, progress=launcher.progress)
+        is_quiet = quiet or not is_speaker(mesh)
+        return load_with_bar(path, device, dtype, quantize, is_quiet, mesh, is_random=is_random), mesh
+    model = load_or_make(path, device, dtype, quantize, mesh, launcher.progress, is_random)
     launcher.loaded()
     return model, mesh
 
@@ -192,8 +199,15 @@ def open_headers(path: Path, mesh: Mesh, quantize: Quantize) -> Model:
     blocks = blocks_of(checkpoint, quantize.value)
     check_mesh(config, mesh, blocks)
     check_processes(config, mesh, blocks)
-    has_tokenizer = (checkpoint.folder / "tokenizer.json").exists()
-    return Model(config, Params((), (), (), ()), load_tokenizer(checkpoint.folder) if has_tokenizer else None)
+    return Model(config, Params((), (), (), ()), tokenizer_of(checkpoint.folder))
+
+
+def open_sizes(path: Path, mesh: Mesh, quantize: Quantize) -> Model:
+    """`open_headers` for random parameters: nothing but config and tokenizer is read."""
+    packed = quantize != Quantize.none
+    head = open_random(path, mesh, packed=packed)
+    check_processes(head.config, mesh, blocks_of_format(head.config, format_of(packed)))
+    return head
 
 
 def check_processes(config: Config, mesh: Mesh, blocks: dict[str, int]) -> None:

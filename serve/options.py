@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from muse_fn.load import Model, load
+from muse_fn.load import Model, load, load_random
+from muse_fn.params.read import Progress as Reported
 from muse_fn.sharding.mesh import Mesh
 from muse_fn.tokenizer import Json as TokenizerJson
 
@@ -72,6 +73,14 @@ QuantizeOption = Annotated[
 KvOption = Annotated[
     KvDtype | None, typer.Option("--kv", help="Dtype of the KV cache. Default: that of the parameters.")
 ]
+RandomOption = Annotated[
+    bool,
+    typer.Option(
+        "--random-weights",
+        help="Make the parameters here instead of reading them, to measure speed: answers are noise. Of --model only "
+        "config.json and the tokenizer are read; inner layers' experts are in MXFP4 unless --quantize none.",
+    ),
+]
 MeshOption = Annotated[
     str | None,
     typer.Option(
@@ -83,12 +92,14 @@ MeshOption = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output and nothing else.")]
 
 
-def open_model(path: Path | None, device: str, dtype: Dtype, quantize: Quantize, quiet: bool) -> Model:
+def open_model(
+    path: Path | None, device: str, dtype: Dtype, quantize: Quantize, quiet: bool, is_random: bool = False
+) -> Model:
     """Loads a checkpoint with a progress bar on standard error; the embedded one when `path` is None."""
     if not quiet:
         show_banner()
     check_device(device)
-    return load_with_bar(path, device, dtype, quantize, quiet)
+    return load_with_bar(path, device, dtype, quantize, quiet, is_random=is_random)
 
 
 def show_banner() -> None:
@@ -97,7 +108,14 @@ def show_banner() -> None:
 
 
 def load_with_bar(
-    path: Path | None, device: str, dtype: Dtype, quantize: Quantize, quiet: bool, mesh: Mesh | None = None
+    path: Path | None,
+    device: str,
+    dtype: Dtype,
+    quantize: Quantize,
+    quiet: bool,
+    mesh: Mesh | None = None,
+    *,
+    is_random: bool = False,
 ) -> Model:
     """`open_model` on a device that has been checked; on a mesh this rank's share."""
     with loading_bars(quiet) as bar:
@@ -106,14 +124,24 @@ def load_with_bar(
         def progress(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=f"loading {what[-40:]}")
 
-        return load(
-            path or EMBEDDED,
-            device=device,
-            dtype=DTYPES[dtype],
-            mesh=mesh,
-            quantize=quantize.value,
-            progress=progress,
-        )
+        return load_or_make(path, device, dtype, quantize, mesh, progress, is_random)
+
+
+def load_or_make(
+    path: Path | None,
+    device: str,
+    dtype: Dtype,
+    quantize: Quantize,
+    mesh: Mesh | None,
+    progress: Reported,
+    is_random: bool,
+) -> Model:
+    """A checkpoint, the embedded one when `path` is None; or random parameters of its sizes."""
+    folder = path or EMBEDDED
+    if is_random:
+        packed = quantize != Quantize.none
+        return load_random(folder, device, mesh, dtype=DTYPES[dtype], packed=packed, progress=progress)
+    return load(folder, device, DTYPES[dtype], mesh, quantize=quantize.value, progress=progress)
 
 
 def loading_bars(quiet: bool) -> Progress:

@@ -29,26 +29,33 @@ from muse_fn.serve.options import (
     KV_DTYPES,
     Device,
     Dtype,
-    DtypeOption,
     KvOption,
     MeshOption,
     ModelDir,
     Quantize,
     QuantizeOption,
+    RandomOption,
 )
 from muse_fn.sharding.collectives import leave
 
 GIB = 1 << 30
 CPU_CACHE = 1.0  # GiB
 CARD_SHARE = 0.85  # of the free memory of a card
+NOISE = "random weights: the parameters were made here, every answer is noise; only speed means something"
+
+log = logging.getLogger("muse_fn.serve")
 
 
 def serve(
     model: ModelDir = None,
     device: Device = "cpu",
-    dtype: DtypeOption = Dtype.float32,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option("--dtype", help="Of plain parameters. Default: float32; with --random-weights bfloat16."),
+    ] = None,
     quantize: QuantizeOption = Quantize.auto,
     mesh: MeshOption = None,
+    random_weights: RandomOption = False,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option("--name", help="Of the model, as clients call it.")] = None,
@@ -91,11 +98,14 @@ def serve(
     if (tls_cert is None) != (tls_key is None):
         raise ValueError("--tls-cert and --tls-key: both or neither must be given")
     keys = _keys(api_key)
-    opened, place = open_on_mesh(mesh, model, device, dtype, quantize, quiet=False)
+    dtype = dtype or (Dtype.bfloat16 if random_weights else Dtype.float32)
+    opened, place = open_on_mesh(mesh, model, device, dtype, quantize, quiet=False, is_random=random_weights)
     if needs_launch(place):
         launch_command(place, quiet=False, mercy=drain + 2 * CLOSING)
         return
     leave_a_core()
+    if random_weights and is_speaker(place):
+        log.warning(NOISE)
     runner = Runner(opened.params, opened.config, place, chunk, INVARIANT if deterministic else None)
     stored = None if kv is None else KV_DTYPES[kv]
     blocks = blocks_that_fit(runner, rows, cache_gib, block_size, stored)
@@ -103,7 +113,7 @@ def serve(
     captures = runner.device.type == "cuda" if capture is None else capture
     if is_speaker(place):
         listening = Listening(
-            name or (model.resolve().name if model else "muse-nano"),
+            _name(name, model, random_weights),
             host,
             port,
             keys,
@@ -124,6 +134,12 @@ def serve(
     captured, cache = capture_steps(runner, cache, settings, allowed) if captures else (None, cache)
     follow(runner, cache, allowed, captured)
     leave()
+
+
+def _name(given: str | None, model: Path | None, is_random: bool) -> str:
+    """What clients call the model; they can see by it that the weights are random."""
+    name = given or (model.resolve().name if model else "muse-nano")
+    return f"{name}-random" if is_random else name
 
 
 def leave_a_core() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muse_fn.serve.__main__ import main
@@ -34,10 +34,11 @@ from muse_fn.serve.load_generator import (
     summary,
 )
 from tests.serve.loopback import answers, serving
-from tests.serve.script import ScriptedEngine, Step, make_service
+from tests.serve.script import ScriptedEngine, Step, make_service, nano
 from tests.serve.web import on_loop, served, until
 
 VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=60)
+KNOWN = [token for token, raw in enumerate(nano()[1].bytes_of) if raw is not None]
 PATIENCE = 120  # seconds until a test that hangs fails
 PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -102,12 +103,14 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert variance**0.5 == pytest.approx(1 / 50, rel=0.06)
 
 
-def level_of(engine: ScriptedEngine, count: int, concurrency: int, **more: Any) -> Level:
+def level_of(engine: ScriptedEngine, count: int, concurrency: int, *, api: str = "chat", **more: Any) -> Level:
     """A level of load over a real connection."""
 
     async def work() -> Level:
         async with served(make_app(make_service(engine))) as port:
-            target = Target(f"http://127.0.0.1:{port}/v1", "nano", None, {"max_tokens": 500})
+            target = Target(
+                f"http://127.0.0.1:{port}/v1", "nano", None, {"max_tokens": 500, "ignore_eos": True}, api=api
+            )
             return await run_level(target, random_prompts(count, 5, "test"), concurrency, **more)
 
     return on_loop(work())
@@ -132,6 +135,22 @@ def test_tokens_are_counted_as_the_engine_made_them(times: list[float] | None) -
         assert sample.first + sum(sample.gaps) <= sample.whole <= level.seconds
     assert {job.max_new for job in engine.jobs} == {500}
     assert len({job.ids for job in engine.jobs}) == 9
+
+
+NOISE = st.lists(st.sampled_from(KNOWN), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=25)
+@given(NOISE, st.sampled_from(["chat", "completions"]))
+def test_noise_is_counted_and_every_token_of_a_completion_is_timed(tokens: list[int], api: str) -> None:
+    """Parts of characters, control tokens, end tokens, headers, damaged calls."""
+    engine = ScriptedEngine([*tokens, Done("length")])
+    level = level_of(engine, 3, 2, api=api)
+    found = summary(level)
+    assert (found.ok, found.failed, found.has_usage) == (3, {}, True)
+    assert found.output_tokens == 3 * len(tokens)
+    if api == "completions":
+        assert [len(sample.gaps) + (sample.first is not None) for sample in level.samples] == [len(tokens)] * 3
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -312,6 +331,24 @@ def test_all_lines_at_fault_are_listed(
     assert code == 1
     assert "line 2: not JSON" in err
     assert "line 3: must be a string" in err
+
+
+def test_completions_take_texts_and_no_conversations(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, engine = tmp_path / "prompts.jsonl", ScriptedEngine(answers("Good"))
+    words = ["--prompts", str(file), "--api", "completions", "--concurrency", "1", "--requests", "2", "--json"]
+    file.write_text('"one"\n{"messages": [{"role": "user", "content": "three"}]}\n')
+    code, _, err = command(monkeypatch, capsys, *words)
+    assert code == 1
+    assert 'line 2: must be a string or {"prompt": string}' in err
+    file.write_text('"one"\n{"prompt": "two"}\n')
+    with serving(make_app(make_service(engine))) as url:
+        code, out, _ = command(monkeypatch, capsys, *words, "--url", url)
+    assert code == 0
+    (level,) = json.loads(out)["levels"]
+    assert (level["ok"], level["output_tokens"]) == (2, 2 * len(answers("Good")))
+    assert {nano()[1].decode(job.ids)[-3:] for job in engine.jobs} == {"one", "two"}
 
 
 def test_without_matplotlib_the_extra_is_named(
