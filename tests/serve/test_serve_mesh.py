@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from tests.processes import children, have_gone
 from tests.serve.commanded import PATIENCE, Command, chat, commanded, status_of
@@ -16,14 +17,23 @@ from tests.serve.commanded import PATIENCE, Command, chat, commanded, status_of
 if sys.platform != "linux":
     pytest.skip("processes are looked up in /proc", allow_module_level=True)
 
-SMALL = ("--port", "0", "--cache-gib", "0.05", "--deterministic")
 MESH = ("--mesh", "tp=2")
+Words = tuple[str, ...]
 ASKED: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 5, "max_tokens": 24},
     {"stop": ["="]},
     {"messages": [{"role": "user", "content": "word " * 300 + "hello"}], "max_tokens": 16, "logprobs": True},
 ]
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def small(request: pytest.FixtureRequest) -> Words:
+    """Options of a small server on a device; on cards also through NCCL, captured steps included."""
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("two CUDA cards are not here")
+    on_it = ("--device", "cuda") if request.param == "cuda" else ("--deterministic",)
+    return "--port", "0", "--cache-gib", "0.05", *on_it
 
 
 def said(answer: dict[str, Any]) -> tuple[Any, ...]:
@@ -42,8 +52,8 @@ def quiet(pulse: float) -> tuple[str, ...]:
     return "-c", program
 
 
-def test_two_ranks_answer_as_one_and_end_together() -> None:
-    with commanded(*SMALL) as one, commanded(*SMALL, *MESH) as two:
+def test_two_ranks_answer_as_one_and_end_together(small: Words) -> None:
+    with commanded(*small) as one, commanded(*small, *MESH) as two:
         urls = one.address(), two.address()
         ranks = children(two.process.pid)
         assert len(ranks) == 2
@@ -57,8 +67,8 @@ def test_two_ranks_answer_as_one_and_end_together() -> None:
         assert "error" not in two.text
 
 
-def test_a_second_signal_reaches_the_ranks() -> None:
-    with commanded(*SMALL, *MESH, "--drain", "600") as command:
+def test_a_second_signal_reaches_the_ranks(small: Words) -> None:
+    with commanded(*small, *MESH, "--drain", "600") as command:
         url = command.address()
         ranks = children(command.process.pid)
         body = {"prompt": [5], "max_tokens": 2000, "ignore_eos": True, "stream": True}
@@ -77,8 +87,8 @@ def test_a_second_signal_reaches_the_ranks() -> None:
 
 
 @pytest.mark.parametrize(("rank", "is_busy"), [(1, True), (0, False), (1, False)])
-def test_a_killed_rank_ends_everything_and_is_named(rank: int, is_busy: bool) -> None:
-    with commanded(*SMALL, *MESH) as command:
+def test_a_killed_rank_ends_everything_and_is_named(small: Words, rank: int, is_busy: bool) -> None:
+    with commanded(*small, *MESH) as command:
         url = command.address()
         ranks = children(command.process.pid)
         with ExitStack() as stack:
@@ -95,17 +105,17 @@ def test_a_killed_rank_ends_everything_and_is_named(rank: int, is_busy: bool) ->
         assert '  File "' not in command.text
 
 
-def test_a_port_in_use_is_one_error_of_the_first_rank() -> None:
-    with commanded(*SMALL) as one:
+def test_a_port_in_use_is_one_error_of_the_first_rank(small: Words) -> None:
+    with commanded(*small) as one:
         port = one.address().rpartition(":")[2]
-        with commanded("--port", port, "--cache-gib", "0.05", *MESH) as two:
+        with commanded(*small, "--port", port, *MESH) as two:
             assert two.ends() == 1
             errors = [line for line in two.said if "error" in line]
             assert len(errors) == 1, two.text
             assert errors[0].startswith(f"error: rank 0 of 2: --host 127.0.0.1 --port {port}: cannot be listened on")
 
 
-def test_quiet_times_longer_than_the_pulse_break_nothing() -> None:
+def test_quiet_times_longer_than_the_pulse_break_nothing(small: Words) -> None:
     """Ranks as torchrun would start them, so that the first has a pulse of its own."""
     from muse_fn.serve.launch import free_port, rank_environment
 
@@ -114,7 +124,7 @@ def test_quiet_times_longer_than_the_pulse_break_nothing() -> None:
         ranks: list[Command] = []
         for rank in range(2):
             environment = rank_environment(rank, 2, port)
-            ranks.append(stack.enter_context(commanded(*SMALL, *MESH, environment=environment, program=quiet(0.01))))
+            ranks.append(stack.enter_context(commanded(*small, *MESH, environment=environment, program=quiet(0.01))))
         url = ranks[0].address()
         first = said(chat(url))
         for _ in range(3):
