@@ -19,7 +19,7 @@ $(VENV)/.torch: Makefile
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[cpu]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.package

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor, device, dtype, is_grad_enabled
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
 
 from muse_fn.kernels import cpu, invariant, pieces, reference, static
 from muse_fn.kernels.norms import Gain, Mix, Rotary
@@ -112,7 +113,7 @@ def select(where: device) -> Ops:
     if under_vmap():
         return REFERENCE
     if where.type == "cpu":
-        return EAGER
+        return EAGER if _may_differentiate() or why_no_numba() else _compiled()
     return STATIC if is_grad_enabled() or why_no_triton(where) else _triton()
 
 
@@ -123,6 +124,25 @@ def why_no_triton(where: device) -> str:
     if find_spec("triton") is None:
         return "Triton is not installed"
     return import_module("muse_fn.kernels.gpu").why_not(where)
+
+
+def why_no_numba() -> str:
+    """Why compiled forms are not there on a CPU; "" if they are. Under gradients they are left out in any case."""
+    return "" if find_spec("numba") else 'Numba is not installed: pip install "muse-fn[cpu]"'
+
+
+def _may_differentiate() -> bool:
+    """Whether gradients may be wanted, backwards or forwards: a compiled form has none, and sees numbers only."""
+    forwards = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
+    return is_grad_enabled() or forwards or bool(retrieve_all_functorch_interpreters())
+
+
+@lru_cache
+def _compiled() -> Ops:
+    names = [field.name for field in fields(Ops) if field.name != "why"]
+    forms = import_module("muse_fn.kernels.cpu_ops")
+    why = "Numba: in bfloat16 each weight is read once for a few rows, one pass for what stands between products"
+    return Ops(why=why, **{name: getattr(forms, name) for name in names})
 
 
 @lru_cache

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from muse_fn.kernels import cpu
+from muse_fn.kernels import cpu, cpu_calls
 from muse_fn.kernels.select import Ops, select, why_no_triton
 from muse_fn.serve.inspect import checkpoint_of
 from muse_fn.serve.options import EMBEDDED, Json, out, show_banner
 
 LIBRARIES = {  # that may be absent, and what for
     "triton": "forms for CUDA devices",
+    "numba": "forms for few rows in bfloat16 on a CPU",
     "uvloop": "a faster event loop for the server",
     "llguidance": "enforced tools, schemas and grammars",
     "matplotlib": "plots of plan and bench",
@@ -68,6 +69,7 @@ def _processor() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "matrix_units": has_units,
         "bfloat16_products": products,
+        "why_no_numba": cpu_calls.why_not() or None,
         **_forms(torch.device("cpu")),
     }
 
@@ -156,7 +158,10 @@ def _lines_of(device: dict[str, Any]) -> list[tuple[str, str]]:
     if device["device"] == "cpu":
         units = "with" if device["matrix_units"] else "without"
         about = f"{device['name']}, {device['threads']} threads on {device['processors']} processors"
-        extra = [("bfloat16 products", f"{device['bfloat16_products']} ({units} matrix units, AMX)")]
+        products = f"{device['bfloat16_products']} ({units} matrix units, AMX); of few rows compiled by Numba"
+        why = device["why_no_numba"]
+        extra = [("bfloat16 products", products if not why else products.partition(";")[0])]
+        extra += [("no compiled forms", why)] if why else []
     else:
         size = f"{device['memory'] / 2**30:,.0f} GiB"
         about = f"{device['name']}, {size}, compute capability {device['compute_capability']}"

@@ -13,7 +13,17 @@ from torch.func import grad, vmap
 
 from muse_fn.kernels import pieces, reference
 from muse_fn.kernels import select as tables
-from muse_fn.kernels.select import EAGER, INVARIANT, REFERENCE, STATIC, Ops, select, under_vmap, why_no_triton
+from muse_fn.kernels.select import (
+    EAGER,
+    INVARIANT,
+    REFERENCE,
+    STATIC,
+    Ops,
+    select,
+    under_vmap,
+    why_no_numba,
+    why_no_triton,
+)
 from tests.models import close
 
 CPU = torch.device("cpu")
@@ -75,11 +85,14 @@ def test_the_reference_is_the_reference() -> None:
     assert [getattr(REFERENCE, name) for name in OPERATIONS] == [meaning(name) for name in OPERATIONS]
 
 
+COMPILED = None if why_no_numba() else tables._compiled()  # pyright: ignore[reportPrivateUsage]
+TABLES = [REFERENCE, EAGER, STATIC, INVARIANT, *([COMPILED] if COMPILED else [])]
+
 # How an operation may be made of another form of a smaller one: keywords of the plain form that the table never passes.
 INNER = ("linear", "sigmoid")
 
 
-@pytest.mark.parametrize("table", [REFERENCE, EAGER, STATIC, INVARIANT])
+@pytest.mark.parametrize("table", TABLES)
 def test_every_form_has_the_contract_of_the_reference_and_a_reason(table: Ops) -> None:
     assert len(table.why.split()) >= 3
     for name in OPERATIONS:
@@ -93,9 +106,10 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("table", [REFERENCE, EAGER, STATIC, INVARIANT])
+@pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
+@torch.no_grad()
 def test_experts_of_a_rank_are_those_from_its_first_on(table: Ops, dtype: torch.dtype, tokens: int) -> None:
     """Ids are those of all ranks' experts: the rows of all ranks are each where it is, zeros elsewhere."""
     u, gate_up, down = (draw(n, *shape, dtype=dtype) for n, shape in enumerate(((tokens, 6), (6, 8, 6), (6, 6, 4))))
@@ -155,6 +169,25 @@ def all_fits(where: torch.device) -> str:
 def test_triton_is_not_for_a_cpu() -> None:
     assert why_no_triton(CPU) == "they are for CUDA devices, not for cpu"
     assert "not for meta" in why_no_triton(torch.device("meta"))
+    with torch.no_grad():
+        assert select(CPU) is (COMPILED or EAGER)
+
+
+def test_where_numba_is_installed_forms_on_a_cpu_are_compiled_unless_gradients_are_wanted() -> None:
+    pytest.importorskip("numba", reason="Numba is not installed")
+    assert select(CPU) is EAGER
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert select(CPU) is COMPILED
+            with torch.inference_mode(False), torch.enable_grad():
+                assert select(CPU) is EAGER
+            with torch.autograd.forward_ad.dual_level():
+                assert select(CPU) is EAGER
+
+
+def test_where_numba_is_not_installed_forms_on_a_cpu_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "find_spec", no_spec)
+    assert why_no_numba() == 'Numba is not installed: pip install "muse-fn[cpu]"'
     with torch.no_grad():
         assert select(CPU) is EAGER
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from muse_fn.kernels import cpu, select
+from muse_fn.kernels import cpu, cpu_calls, select
 from muse_fn.kernels.select import EAGER, INVARIANT, REFERENCE, STATIC, Ops
 from muse_fn.serve import doctor
 from muse_fn.serve.__main__ import main
@@ -68,15 +68,18 @@ def test_json_says_what_is_here(shown: Shown) -> None:
     assert found["built_with"] == "Muse Spark Open"
     assert found["torch"]["version"] == torch.__version__
     here = found["devices"][0]
-    assert (here["device"], here["why"], here["threads"]) == ("cpu", EAGER.why, torch.get_num_threads())
+    with torch.no_grad():
+        table = select.select(torch.device("cpu"))
+    assert (here["device"], here["why"], here["threads"]) == ("cpu", table.why, torch.get_num_threads())
     assert here["matrix_units"] == cpu.has_matrix_units()
     assert here["operations"].keys() == OPERATIONS
-    assert here["operations"]["attend"] == here["operations"]["linears"] == "kernels/cpu.py"
+    assert here["operations"] == doctor.origins(table)
+    assert here["why_no_numba"] == (cpu_calls.why_not() or None)
     assert here["name"].strip()
     assert len(found["devices"]) == 1 + torch.cuda.device_count()
     assert found["absent"]["hpu"] == "nothing here has ever run on one"
     assert ("cuda" in found["absent"]) != torch.cuda.is_available()
-    assert found["libraries"].keys() == {"triton", "uvloop", "llguidance", "matplotlib", "transformers"}
+    assert found["libraries"].keys() == {"triton", "numba", "uvloop", "llguidance", "matplotlib", "transformers"}
     assert found["embedded"]["is_present"]
     assert found["embedded"]["bytes"] > 1e6
 
@@ -88,7 +91,7 @@ def test_the_table_says_the_same(shown: Shown) -> None:
     here = found["devices"][0]
     for words in (torch.__version__, here["name"], here["why"], here["captures"], here["bfloat16_products"]):
         assert words in unwrapped(text), words
-    for words in ("nothing here has ever run on one", "present", "kernels/cpu.py: linear, attend"):
+    for words in ("nothing here has ever run on one", "present", f"{here['operations']['linear']}: linear, attend"):
         assert words in unwrapped(text), words
     for library, is_installed in found["libraries"].items():
         line = next(line for line in text.splitlines() if library in line.split())
@@ -102,6 +105,22 @@ def test_what_follows_from_matrix_units(
     monkeypatch.setattr(cpu, "has_matrix_units", lambda: has_units)
     assert said in unwrapped(shown()[0])
     assert json.loads(shown("--json")[0])["devices"][0]["matrix_units"] == has_units
+
+
+def test_without_numba_forms_on_a_cpu_are_plain_and_it_says_why(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in (select, cpu_calls):
+        monkeypatch.setattr(file, "find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType]
+    cpu_calls.why_not.cache_clear()
+    try:
+        here: dict[str, Any] = json.loads(shown("--json")[0])["devices"][0]
+        text = unwrapped(shown()[0])
+    finally:
+        cpu_calls.why_not.cache_clear()
+    assert here["why"] == EAGER.why
+    assert here["operations"]["attend"] == here["operations"]["linears"] == "kernels/cpu.py"
+    assert "Numba is not installed" in here["why_no_numba"]
+    assert "Numba is not installed" in text
+    assert "compiled by Numba" not in text
 
 
 @pytest.mark.usefixtures("two_cards")

@@ -1,0 +1,189 @@
+"""Experts on the rows of a few tokens, in bfloat16 or MXFP4: each touched expert is read once for all its tokens.
+
+The contract is that of reference.expert_rows. Routes are put in order of their expert. Then threads claim blocks of
+rows of gate and up, whose gated results are laid out for the second product, and after that blocks of rows of down.
+What is between the two products is rounded once, as it goes into the second.
+"""
+
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+import torch
+from torch import Tensor
+
+from muse_fn.kernels.cpu_calls import call, compiled, starter, threads
+from muse_fn.kernels.cpu_linear import (
+    GROUP,
+    dots_of_bf16,
+    dots_of_mxfp4,
+    piece,
+    put,
+    spread_row,
+)
+from muse_fn.kernels.cpu_scalars import argument, f32, i64, inline, narrow, sigmoid, wide
+from muse_fn.kernels.cpu_vectors import LANES, ROWS, claim, in_parallel, workspace
+from muse_fn.kernels.packed import MXFP4, Weight, logical_shape
+
+UNIT = 16  # rows of a matrix that a thread claims at once
+
+
+@inline
+def in_order(routes, count, first, experts, order, starts, touched):
+    """Routes sorted by expert into `order`; for the n-th expert touched its number, and where its routes start.
+    -> how many experts are touched."""
+    for e in range(experts + 1):
+        starts[e] = 0
+    for n in range(count):
+        e = routes[n] - first
+        if 0 <= e < experts:
+            starts[e + 1] += 1
+    found, total = 0, 0
+    for e in range(experts):
+        own = starts[e + 1]
+        starts[e + 1] = total  # where the next route of e goes
+        if own:
+            touched[2 * found], touched[2 * found + 1] = e, total
+            found += 1
+        total += own
+    for n in range(count):
+        e = routes[n] - first
+        if 0 <= e < experts:
+            order[starts[e + 1]] = n
+            starts[e + 1] += 1
+    touched[2 * found + 1] = total
+    return found
+
+
+@inline
+def dots(packed, rows, m, w, scales, groups, x, out):
+    """`tile` for rows of a matrix at their address, of either kind."""
+    if packed:
+        dots_of_mxfp4(rows, m, w, groups * 16, scales, x, groups, out)
+    else:
+        dots_of_bf16(rows, m, w, groups * 64, x, groups, out)
+
+
+@inline
+def address_in(packed, w, scales, row, groups):
+    """Where a row of a stack of matrices lies, and its scales."""
+    return w + row * groups * (16 if packed else 64), scales + row * groups
+
+
+def _gate_up(a):
+    """Claims rows of gate and up. Arguments as `_experts` has them."""
+    groups, inner, packed = argument(a, 6), argument(a, 7) * GROUP, argument(a, 8)
+    touched = i64(argument(a, 15), 2 * argument(a, 5) + 2)
+    sums_at, ups_at = workspace(64), workspace(64)
+    sums, ups = f32(sums_at, LANES), f32(ups_at, LANES)
+    blocks = (inner + UNIT - 1) // UNIT
+    while True:
+        unit = claim(a)
+        at = unit // blocks
+        if at >= argument(a, 2):
+            break
+        e, start, stop = touched[2 * at], touched[2 * at + 1], touched[2 * at + 3]
+        n, last = (unit % blocks) * UNIT, min(inner, (unit % blocks + 1) * UNIT)
+        while n < last:
+            rows = ROWS if n + ROWS <= last else 1
+            gate, gate_scales = address_in(packed, argument(a, 9), argument(a, 10), e * 2 * inner + n, groups)
+            up, up_scales = address_in(packed, argument(a, 9), argument(a, 10), (e * 2 + 1) * inner + n, groups)
+            m = start
+            while m < stop:
+                size = piece(stop - m)
+                x = argument(a, 16) + m * groups * 4 * GROUP
+                dots(packed, rows, size, gate, gate_scales, groups, x, sums_at)
+                dots(packed, rows, size, up, up_scales, groups, x, ups_at)
+                hidden = f32(argument(a, 17) + m * inner * 4, size * inner)
+                for r in range(rows):
+                    column = n + r
+                    place = column // GROUP * size * GROUP + column % GROUP // 2 + column % 2 * LANES
+                    for k in range(size):
+                        value = sums[r * size + k]
+                        hidden[place + k * GROUP] = wide(narrow(value * sigmoid(value) * ups[r * size + k]))
+                m += size
+            n += rows
+
+
+def _down(a):
+    """Claims rows of down."""
+    groups, width, packed = argument(a, 7), argument(a, 6) * GROUP, argument(a, 8)
+    touched = i64(argument(a, 15), 2 * argument(a, 5) + 2)
+    order = i64(argument(a, 14), argument(a, 3))
+    sums_at = workspace(64)
+    sums = f32(sums_at, LANES)
+    blocks = (width + UNIT - 1) // UNIT
+    while True:
+        unit = claim(a + 8)
+        at = unit // blocks
+        if at >= argument(a, 2):
+            break
+        e, start, stop = touched[2 * at], touched[2 * at + 1], touched[2 * at + 3]
+        n, last = (unit % blocks) * UNIT, min(width, (unit % blocks + 1) * UNIT)
+        while n < last:
+            rows = ROWS if n + ROWS <= last else 1
+            w, scales = address_in(packed, argument(a, 11), argument(a, 12), e * width + n, groups)
+            m = start
+            while m < stop:
+                size = piece(stop - m)
+                dots(packed, rows, size, w, scales, groups, argument(a, 17) + m * groups * 4 * GROUP, sums_at)
+                for r in range(rows):
+                    for k in range(size):
+                        put(argument(a, 18), argument(a, 19), order[m + k] * width + n + r, sums[r * size + k])
+                m += size
+            n += rows
+
+
+def _experts(a):
+    """Arguments: 0 and 1 claims of rows, 2 experts touched (found here), 3 routes, 4 of each token, 5 experts here, 6
+    and 7 groups of the latent and the inner width, 8 whether packed, 9 gate and up, 10 their scales, 11 down, 12 its
+    scales, 13 experts of the routes, 14 their order, 15 touched experts, 16 laid out tokens, 17 what is between, 18
+    the result, 19 whether it is float32, 20 tokens, 21 the first expert here, 22 GOMP_parallel, 23 threads, 24 and 25
+    the two halves."""
+    count, experts, groups = argument(a, 3), argument(a, 5), argument(a, 6)
+    routes, order = i64(argument(a, 13), count), i64(argument(a, 14), count + experts + 1)
+    touched = i64(argument(a, 15), 2 * experts + 2)
+    found = in_order(routes, count, argument(a, 21), experts, order, order[count:], touched)
+    i64(a, 3)[2] = found
+    for at in range(found):
+        m, stop = touched[2 * at + 1], touched[2 * at + 3]
+        while m < stop:
+            size = piece(stop - m)
+            for k in range(size):
+                token = argument(a, 20) + order[m + k] // argument(a, 4) * groups * 2 * GROUP
+                spread_row(token, False, groups, argument(a, 16) + (m * groups + k) * 4 * GROUP, size * 4 * GROUP)
+            m += size
+    if touched[2 * found + 1] < count:
+        for n in range(count):
+            if not 0 <= routes[n] - argument(a, 21) < experts:
+                for column in range(groups * GROUP):
+                    put(argument(a, 18), argument(a, 19), n * groups * GROUP + column, 0.0)
+    in_parallel(argument(a, 22), argument(a, 24), a, argument(a, 23))
+    in_parallel(argument(a, 22), argument(a, 25), a, argument(a, 23))
+
+
+def expert_rows(
+    u_TM: Tensor,
+    idx_TR: Tensor,
+    gate_up_EFM: Weight,
+    down_EMF: Weight,
+    *,
+    first: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """reference.expert_rows for bfloat16 tokens; both widths are multiples of 32."""
+    u_TM, idx_TR = u_TM.contiguous(), idx_TR.contiguous()
+    experts, width, inner = logical_shape(down_EMF)
+    packed, count = isinstance(down_EMF, MXFP4), idx_TR.numel()
+    weights = [
+        part.data_ptr()
+        for w in (gate_up_EFM, down_EMF)
+        for part in ((w.codes, w.scales) if isinstance(w, MXFP4) else (w, w))
+    ]
+    out = torch.empty(*idx_TR.shape, width, dtype=dtype or u_TM.dtype)
+    whole = torch.empty(count + 3 * (experts + 1), dtype=torch.int64)
+    room = torch.empty(count * (width + inner))
+    order, laid = whole.data_ptr(), room.data_ptr()
+    shared = threads(min(count, experts) * (inner // UNIT))
+    call(_experts, [0, 0, 0, count, idx_TR.shape[-1], experts, width // GROUP, inner // GROUP, packed, *weights,
+        idx_TR.data_ptr(), order, order + 8 * (count + experts + 1), laid, laid + 4 * count * width, out.data_ptr(),
+        out.dtype == torch.float32, u_TM.data_ptr(), first, starter(), shared, compiled(_gate_up)[1],
+        compiled(_down)[1]])  # fmt: skip
+    return out

@@ -1,0 +1,211 @@
+"""Products of a few rows with matrices in bfloat16, MXFP4 or float32: each matrix is read once for all rows.
+
+The contract is that of pieces.linears. Sums are float32; the result is rounded once.
+"""
+
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from muse_fn.kernels.cpu_calls import call, compiled, starter, threads
+from muse_fn.kernels.cpu_scalars import argument, bf16, f32, inline, narrow, wide
+from muse_fn.kernels.cpu_vectors import LANES, PIECES, ROWS, claim, in_parallel, spread, tile, workspace
+from muse_fn.kernels.packed import MXFP4, Weight
+
+GROUP = 32  # inputs that are read at a time
+UNIT = 32  # rows of a matrix that a thread claims at once
+BF16, PACKED, FLOAT = 0, 1, 2
+MOST, *_REST = PIECES
+_bf16 = {(rows, m): tile("bf16", rows, m) for rows in (ROWS, 1) for m in (8, 4, 2, 1)}
+_mxfp4 = {(rows, m): tile("mxfp4", rows, m) for rows in (ROWS, 1) for m in (8, 4, 2, 1)}
+_b8, _b4, _b2, _b1 = (_bf16[ROWS, m] for m in (8, 4, 2, 1))
+_c8, _c4, _c2, _c1 = (_bf16[1, m] for m in (8, 4, 2, 1))
+_p8, _p4, _p2, _p1 = (_mxfp4[ROWS, m] for m in (8, 4, 2, 1))
+_q8, _q4, _q2, _q1 = (_mxfp4[1, m] for m in (8, 4, 2, 1))
+_f8, _f4, _f2, _f1 = (tile("f32", 1, m) for m in (8, 4, 2, 1))
+
+
+@inline
+def piece(rest):
+    """How many of `rest` rows of x are taken at once."""
+    size = MOST
+    while size > rest:
+        size //= 2
+    return size
+
+
+@inline
+def dots_of_bf16(rows, m, w, stride, x, groups, out):
+    """`tile` for ROWS rows or one of a bfloat16 matrix, and m rows of x."""
+    if rows == ROWS:
+        if m == 1:
+            _b1(w, stride, 0, 0, x, groups, out)
+        elif m == 2:
+            _b2(w, stride, 0, 0, x, groups, out)
+        elif m == 4:
+            _b4(w, stride, 0, 0, x, groups, out)
+        else:
+            _b8(w, stride, 0, 0, x, groups, out)
+    elif m == 1:
+        _c1(w, stride, 0, 0, x, groups, out)
+    elif m == 2:
+        _c2(w, stride, 0, 0, x, groups, out)
+    elif m == 4:
+        _c4(w, stride, 0, 0, x, groups, out)
+    else:
+        _c8(w, stride, 0, 0, x, groups, out)
+
+
+@inline
+def dots_of_mxfp4(rows, m, w, stride, scales, x, groups, out):
+    """The same for codes whose scales lie `groups` to a row."""
+    if rows == ROWS:
+        if m == 1:
+            _p1(w, stride, scales, groups, x, groups, out)
+        elif m == 2:
+            _p2(w, stride, scales, groups, x, groups, out)
+        elif m == 4:
+            _p4(w, stride, scales, groups, x, groups, out)
+        else:
+            _p8(w, stride, scales, groups, x, groups, out)
+    elif m == 1:
+        _q1(w, stride, scales, groups, x, groups, out)
+    elif m == 2:
+        _q2(w, stride, scales, groups, x, groups, out)
+    elif m == 4:
+        _q4(w, stride, scales, groups, x, groups, out)
+    else:
+        _q8(w, stride, scales, groups, x, groups, out)
+
+
+@inline
+def dots_of_f32(m, w, stride, x, groups, out):
+    """The same for one row of a float32 matrix and rows of x as they are."""
+    if m == 1:
+        _f1(w, stride, 0, 0, x, groups, out)
+    elif m == 2:
+        _f2(w, stride, 0, 0, x, groups, out)
+    elif m == 4:
+        _f4(w, stride, 0, 0, x, groups, out)
+    else:
+        _f8(w, stride, 0, 0, x, groups, out)
+
+
+@inline
+def spread_row(x, is_float, groups, target, step):
+    """One row of x, rounded to bfloat16, to `groups` places `step` bytes apart."""
+    if not is_float:
+        for n in range(groups):
+            spread(x + n * 64, target + n * step)
+        return
+    given = f32(x, groups * GROUP)
+    for n in range(groups):
+        to = f32(target + n * step, GROUP)
+        for lane in range(LANES):
+            to[lane] = wide(narrow(given[n * GROUP + 2 * lane]))
+            to[LANES + lane] = wide(narrow(given[n * GROUP + 2 * lane + 1]))
+
+
+@inline
+def lay_out(x, is_float, is_kept, count, groups, target):
+    """Rows of x as `tile` takes them, piece after piece; float32 ones unchanged if they are `kept`."""
+    m, width = 0, groups * GROUP
+    while m < count:
+        size = piece(count - m)
+        for row in range(m, m + size):
+            source = x + row * width * (4 if is_float else 2)
+            to = target + (m * groups + row - m) * 4 * GROUP
+            if is_kept:
+                given = f32(source, width)
+                for n in range(groups):
+                    placed = f32(to + n * size * 4 * GROUP, GROUP)
+                    for lane in range(GROUP):
+                        placed[lane] = given[n * GROUP + lane]
+            else:
+                spread_row(source, is_float, groups, to, size * 4 * GROUP)
+        m += size
+
+
+@inline
+def put(out, is_float, place, value):
+    """Stores a sum as an element of a float32 or bfloat16 tensor."""
+    if is_float:
+        f32(out, place + 1)[place] = value
+    else:
+        bf16(out, place + 1)[place] = narrow(value)
+
+
+def _work(a):
+    """Claims rows of matrices. Arguments as `_products` has them."""
+    count, groups, units = argument(a, 3), argument(a, 4), argument(a, 8)
+    sums_at = workspace(64)
+    sums = f32(sums_at, LANES)
+    while True:
+        unit, matrix = claim(a), a + 8 * 13
+        if unit >= units:
+            break
+        while unit >= (argument(matrix, 2) + UNIT - 1) // UNIT:
+            unit -= (argument(matrix, 2) + UNIT - 1) // UNIT
+            matrix += 48
+        w, scales, width, kind, out, is_float = (
+            argument(matrix, 0), argument(matrix, 1), argument(matrix, 2), argument(matrix, 3), argument(matrix, 4),
+            argument(matrix, 5),
+        )  # fmt: skip
+        stride = groups * (64 if kind == BF16 else 16 if kind == PACKED else 128)
+        n, last = unit * UNIT, min(width, (unit + 1) * UNIT)
+        while n < last:
+            rows = ROWS if kind != FLOAT and n + ROWS <= last else 1
+            m = 0
+            while m < count:
+                size = piece(count - m)
+                x = argument(a, 6 if kind == FLOAT else 5) + m * groups * 4 * GROUP
+                if kind == BF16:
+                    dots_of_bf16(rows, size, w + n * stride, stride, x, groups, sums_at)
+                elif kind == PACKED:
+                    dots_of_mxfp4(rows, size, w + n * stride, stride, scales + n * groups, x, groups, sums_at)
+                else:
+                    dots_of_f32(size, w + n * stride, stride, x, groups, sums_at)
+                for r in range(rows):
+                    for k in range(size):
+                        put(out, is_float, (m + k) * width + n + r, sums[r * size + k])
+                m += size
+            n += rows
+
+
+def _products(a):
+    """Lays out x and starts `_work`. Arguments: 0 claims, 1 x, 2 whether float32, 3 its rows, 4 groups, 5 and 6 room
+    for it rounded and kept, 7 matrices, 8 units, 9 GOMP_parallel, 10 `_work`, 11 threads, 12 which layouts are needed;
+    then for each matrix weights, scales, rows, kind, result, whether that is float32."""
+    if argument(a, 12) & 1:
+        lay_out(argument(a, 1), argument(a, 2), False, argument(a, 3), argument(a, 4), argument(a, 5))
+    if argument(a, 12) & 2:
+        lay_out(argument(a, 1), True, True, argument(a, 3), argument(a, 4), argument(a, 6))
+    in_parallel(argument(a, 9), argument(a, 10), a, argument(a, 11))
+
+
+def linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """pieces.linears for x [..., in], `in` a multiple of 32; x is float32 where a matrix is."""
+    x = x.contiguous()
+    width = x.shape[-1]
+    count, groups, layouts, units = x.numel() // width, width // GROUP, 0, 0
+    made, matrices = [], []
+    for w in ws:
+        if isinstance(w, MXFP4):
+            codes, scales, kind, own = w.codes, w.scales.data_ptr(), PACKED, dtype or x.dtype
+        else:
+            kind, own = (BF16 if w.dtype == torch.bfloat16 else FLOAT), dtype or w.dtype
+            codes, scales = w, 0
+        rows = codes.shape[0]
+        out = torch.empty(*x.shape[:-1], rows, dtype=own)
+        made.append(out)
+        matrices += codes.data_ptr(), scales, rows, kind, out.data_ptr(), own == torch.float32
+        layouts |= 2 if kind == FLOAT else 1
+        units += -(-rows // UNIT)
+    room = torch.empty(2 if layouts == 3 else 1, count * width)
+    first, last = room.data_ptr(), room.data_ptr() + (4 * count * width if layouts == 3 else 0)
+    shared = threads(units)
+    call(_products, [0, x.data_ptr(), x.dtype == torch.float32, count, groups, first, last, len(ws), units,
+        starter(), compiled(_work)[1], shared, layouts, *matrices])  # fmt: skip
+    return tuple(made)

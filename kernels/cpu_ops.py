@@ -1,0 +1,347 @@
+"""The table of operations on a CPU without gradients: compiled forms for few rows in bfloat16, those of kernels/cpu.py
+and kernels/pieces.py for all else.
+
+Sizes and dtypes decide, never values. Why a form was left out is said once in the log. Whoever watches the operations
+sees each form as one; under any other mode of PyTorch's dispatch, which could not see it, the plain form runs.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from muse_fn.kernels import cpu, cpu_calls, pieces, reference
+from muse_fn.kernels.norms import Gain, Mix, Rotary
+from muse_fn.kernels.one_op import one_op, watcher
+from muse_fn.kernels.packed import MXFP4, Weight
+from muse_fn.kernels.pieces import Chosen, Joined
+
+Result = TypeVar("Result")
+logger = logging.getLogger("muse_fn.kernels")
+
+MOST_ROWS = 16  # of a product: beyond these the library's own is as fast
+MOST_TOKENS = 16  # of experts, likewise
+MOST_QUERIES = 4  # new positions of a sequence: each reads the cache anew
+GROUP = 32  # inputs that a product reads at a time
+WIDEST_HEAD = 256
+BF16, FLOAT = torch.bfloat16, torch.float32
+_dispatch = attrgetter("__torch_dispatch__")  # a class of tensors that has its own need not hold numbers
+_PLAIN = _dispatch(Tensor)
+
+
+@lru_cache(maxsize=256)
+def _say(operation: str, why: str) -> None:
+    logger.info("%s: the plain form is used: %s", operation, why)
+
+
+@lru_cache
+def _file(name: str) -> Any:
+    """A file of compiled forms, imported when first needed: Numba is, too."""
+    return import_module(f"muse_fn.kernels.{name}")
+
+
+def _why_not(*tensors: Tensor) -> str:
+    """Why no compiled form can take these tensors, whatever their dtypes."""
+    if why := cpu_calls.why_not():
+        return why
+    if any(_dispatch(type(x)) is not _PLAIN or x.device.type != "cpu" for x in tensors):
+        return "a tensor is not a plain one on the CPU"
+    if watcher() is None and torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue]
+        return "a mode of PyTorch's dispatch is on, which would not see it"
+    return "" if all(x.numel() for x in tensors) else "a tensor is empty"
+
+
+def _of(dtype: torch.dtype, *tensors: Tensor) -> str:
+    """Why not for tensors that have to be of one dtype."""
+    found = {str(x.dtype) for x in tensors if x.dtype != dtype}
+    return f"{', '.join(sorted(found))} where it takes {dtype}" if found else ""
+
+
+def _either(
+    operation: str, why: str, form: Callable[..., Result], plain: Callable[..., Result]
+) -> Callable[..., Result]:
+    if not why:
+        return form
+    _say(operation, why)
+    return plain
+
+
+@one_op
+def _linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    return _file("cpu_linear").linears(x, ws, dtype)
+
+
+def _why_no_product(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None) -> str:
+    if x.shape[-1] % GROUP or x.dtype not in (BF16, FLOAT) or dtype not in (None, BF16, FLOAT):
+        return f"{x.shape[-1]} inputs of {x.dtype}: it takes multiples of {GROUP} in bfloat16 or float32"
+    for w in ws:
+        whole = w.codes if isinstance(w, MXFP4) else w
+        if not isinstance(whole, Tensor) or whole.dim() != 2 or not whole.is_contiguous():
+            return "a weight that is no contiguous matrix in bfloat16, float32 or MXFP4"
+        if isinstance(w, MXFP4) and (x.dtype != BF16 or not w.scales.is_contiguous()):
+            return f"MXFP4 times {x.dtype}: it takes bfloat16"
+        if isinstance(w, Tensor) and (w.dtype not in (BF16, FLOAT) or (w.dtype == FLOAT and x.dtype != FLOAT)):
+            return f"{x.dtype} times {w.dtype}"
+    return _why_not(x, *(part for w in ws for part in ((w,) if isinstance(w, Tensor) else w)))
+
+
+def linears(
+    x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None, *, rounded: Tensor | tuple[()] = ()
+) -> tuple[Tensor, ...]:
+    """pieces.linears. Of many rows, and of models in float32, nothing is said: the library's product is no lesser."""
+    del rounded
+    rows = x.numel() // max(1, x.shape[-1])
+    is_ours = any(not isinstance(w, Tensor) or w.dtype == BF16 for w in ws)
+    if not is_ours or not 0 < rows <= MOST_ROWS:
+        return pieces.linears(x, ws, dtype, linear=cpu.linear)
+    if why := _why_no_product(x, ws, dtype):
+        _say("linears", why)
+        return pieces.linears(x, ws, dtype, linear=cpu.linear)
+    return _linears(x, ws, dtype)
+
+
+def linear(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:
+    """reference.linear likewise."""
+    return linears(x, (w,), dtype)[0]
+
+
+def attend(
+    q_BTND: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    q_pos_BT: Tensor,
+    k_pos_BS: Tensor,
+    window: int,
+    is_start: bool = False,
+) -> Tensor:
+    """reference.attend: without a cache there is no step of few positions."""
+    return cpu.attend(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, window, is_start)
+
+
+@one_op
+def _attend_blocks(*args: Any) -> Tensor:
+    return _file("cpu_attention").attend_blocks(*args)
+
+
+def attend_blocks(
+    q_BTND: Tensor,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    blocks_BC: Tensor,
+    q_pos_BT: Tensor,
+    k_pos_BS: Tensor,
+    window: int,
+    is_start: bool = False,
+) -> Tensor:
+    """reference.attend_blocks: compiled for a few new positions of each sequence."""
+    args = q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window
+    plain = q_BTND.shape[1] > MOST_QUERIES or q_BTND.dtype != BF16
+    if not plain:
+        why = _why_no_attention(*args[:-1])
+        plain = bool(why)
+        if why:
+            _say("attend_blocks", why)
+    return cpu.attend_blocks(*args, is_start) if plain else _attend_blocks(*args)
+
+
+def _why_no_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, q_pos: Tensor, k_pos: Tensor) -> str:
+    width, heads = q.shape[3], q.shape[2] // k.shape[2]
+    if width % GROUP or width > WIDEST_HEAD or heads > 16:
+        return f"{heads} heads of {width} to a key: it takes 16 at most, of a multiple of {GROUP} up to {WIDEST_HEAD}"
+    if not (k.is_contiguous() and v.is_contiguous()):
+        return "an arena is a view of another tensor"
+    return _of(BF16, k, v) or _of(torch.int64, blocks, q_pos, k_pos) or _why_not(q, k, v, blocks, q_pos, k_pos)
+
+
+@one_op
+def _expert_rows(u: Tensor, idx: Tensor, gate_up: Weight, down: Weight, first: int, dtype: torch.dtype) -> Tensor:
+    return _file("cpu_experts").expert_rows(u, idx, gate_up, down, first=first, dtype=dtype)
+
+
+def _why_no_experts(u: Tensor, idx: Tensor, gate_up: Weight, down: Weight, dtype: torch.dtype) -> str:
+    parts = [part for w in (gate_up, down) for part in ((w,) if isinstance(w, Tensor) else w)]
+    if type(gate_up) is not type(down) or not isinstance(down, (Tensor, MXFP4)):
+        return "experts in neither bfloat16 nor MXFP4"
+    if u.shape[-1] % GROUP or (down if isinstance(down, Tensor) else down.codes).shape[-1] % (GROUP // 2):
+        return f"widths that are no multiples of {GROUP}"
+    if any(not part.is_contiguous() for part in parts) or dtype not in (BF16, FLOAT):
+        return "a part of the weights is a view of another tensor, or the result is neither bfloat16 nor float32"
+    if isinstance(down, Tensor) and down.shape[-1] % GROUP:
+        return f"widths that are no multiples of {GROUP}"
+    plain = _of(BF16, gate_up, down) if isinstance(gate_up, Tensor) and isinstance(down, Tensor) else ""
+    return plain or _of(torch.int64, idx) or _why_not(u, idx, *parts)
+
+
+def expert_rows(
+    u_TM: Tensor,
+    idx_TR: Tensor,
+    gate_up_EFM: Weight,
+    down_EMF: Weight,
+    *,
+    first: int = 0,
+    dtype: torch.dtype | None = None,
+    arranged: Tensor | tuple[()] | None = None,
+) -> Tensor:
+    """reference.expert_rows."""
+    few = u_TM.dtype == BF16 and len(u_TM) <= MOST_TOKENS
+    why = _why_no_experts(u_TM, idx_TR, gate_up_EFM, down_EMF, dtype or u_TM.dtype) if few else ""
+    if why:
+        _say("expert_rows", why)
+    if why or not few:
+        return cpu.expert_rows(u_TM, idx_TR, gate_up_EFM, down_EMF, first=first, dtype=dtype, arranged=arranged)
+    return _expert_rows(u_TM, idx_TR, gate_up_EFM, down_EMF, first, dtype or u_TM.dtype)
+
+
+@one_op
+def _normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
+    return _file("cpu_rows").normed(x, norm, eps, dtype)
+
+
+def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
+    """pieces.normed: compiled where it rounds to bfloat16."""
+    if dtype != BF16 or x.dtype not in (BF16, FLOAT):
+        return pieces.normed(x, norm, eps, dtype)
+    why = _why_no_vectors(x.shape[-1], norm.factor) or _why_not(x)
+    return _either("normed", why, _normed, pieces.normed)(x, norm, eps, dtype)
+
+
+def _why_no_vectors(width: int, *vectors: Tensor) -> str:
+    """Why not for vectors that act on rows of this width."""
+    if any(x.shape != (width,) or not x.is_contiguous() for x in vectors):
+        return "a vector is not of the width of the rows, or a view of another tensor"
+    return _of(FLOAT, *vectors)
+
+
+@one_op
+def _join(*args: Any) -> Joined:
+    return _file("cpu_rows").join(*args)
+
+
+def join(
+    h: Tensor,
+    branch: Tensor,
+    scale: Gain | None,
+    mix: Mix,
+    norm: Gain | None,
+    post_eps: float,
+    eps: float,
+    dtype: torch.dtype,
+) -> Joined:
+    """pieces.join: compiled where the branch is in bfloat16 and in one part."""
+    args = h, branch, scale, mix, norm, post_eps, eps, dtype
+    if branch.dtype != BF16 or len(branch) > 1 or h.dtype != FLOAT or dtype not in (BF16, FLOAT):
+        return pieces.join(*args)
+    vectors = [gain.factor for gain in (scale, norm) if gain is not None]
+    why = _why_no_vectors(h.shape[-1], *mix, *vectors) or _why_not(h, branch)
+    return _either("join", why, _join, pieces.join)(*args)
+
+
+@one_op
+def _heads(*args: Any) -> tuple[Tensor, Tensor]:
+    return _file("cpu_heads").heads(*args)
+
+
+def _why_no_heads(head_dim: int, rotary: Rotary | None, *rows: Tensor) -> str:
+    if head_dim > 2 * WIDEST_HEAD or head_dim % 2:
+        return f"heads of {head_dim}: it takes even widths up to {2 * WIDEST_HEAD}"
+    angles = () if rotary is None else rotary
+    if any(x.numel() * rows[0].shape[-1] != rows[0].numel() * head_dim for x in angles):
+        return "angles of other positions"
+    return _of(BF16, *rows) or _of(FLOAT, *angles) or _why_not(*rows, *angles)
+
+
+def heads(
+    q_BTF: Tensor, k_BTF: Tensor, rotary: Rotary | None, head_dim: int, qk_scale: float, eps: float
+) -> tuple[Tensor, Tensor]:
+    """pieces.heads: compiled for rows in bfloat16."""
+    why = _why_no_heads(head_dim, rotary, q_BTF, k_BTF) if q_BTF.dtype == BF16 else "rows in another dtype"
+    return _either("heads", why, _heads, pieces.heads)(q_BTF, k_BTF, rotary, head_dim, qk_scale, eps)
+
+
+def place(
+    q_BTF: Tensor,
+    k_BTF: Tensor,
+    v_BTF: Tensor,
+    rotary: Rotary | None,
+    qk_scale: float,
+    eps: float,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    rows: Tensor,
+) -> Tensor:
+    """pieces.place: compiled for rows and arenas in bfloat16. Who watches sees the arenas written by PyTorch."""
+    if q_BTF.dtype != BF16:
+        return pieces.place(q_BTF, k_BTF, v_BTF, rotary, qk_scale, eps, k_arena, v_arena, rows)
+    is_whole = k_arena.dtype == v_arena.dtype == BF16 and k_arena.is_contiguous() and v_arena.is_contiguous()
+    if is_whole and rows.dtype == torch.int64 and watcher() is None:
+        why = _why_no_heads(k_arena.shape[-1], rotary, q_BTF, k_BTF, v_BTF) or _why_not(k_arena, v_arena, rows)
+        form = _either("place", why, _file("cpu_heads").place if not why else pieces.place, pieces.place)
+        return form(q_BTF, k_BTF, v_BTF, rotary, qk_scale, eps, k_arena, v_arena, rows)
+    head_dim = k_arena.shape[-1]
+    q, k = heads(q_BTF, k_BTF, rotary, head_dim, qk_scale, eps)
+    reference.write_rows(k_arena, k.flatten(0, 1), rows)
+    reference.write_rows(v_arena, v_BTF.flatten(0, 1).unflatten(-1, (-1, head_dim)), rows)
+    return q
+
+
+@one_op
+def _gated(o: Tensor, gate: Tensor, eps: float) -> Tensor:
+    return _file("cpu_heads").gated(o, gate, eps)
+
+
+def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """pieces.gated: compiled in bfloat16."""
+    why = _of(BF16, o_BTND, gate_BTF) or ("" if dtype == BF16 else f"the result is {dtype}") or _why_not(o_BTND)
+    if why:
+        _say("gated", why)
+        return pieces.gated(o_BTND, gate_BTF, eps, dtype)
+    return _gated(o_BTND, gate_BTF, eps)
+
+
+@one_op
+def _choose(*args: Any) -> Chosen:
+    return _file("cpu_rows").choose(*args)
+
+
+def choose(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    multiplier: float,
+    factor: float,
+    squeezed_PTm: Tensor,
+    norm: Gain,
+    eps: float,
+    dtype: torch.dtype,
+) -> Chosen:
+    """pieces.choose: compiled where the tokens are in bfloat16 and in one part."""
+    args = logits_TE, bias_E, top_k, multiplier, factor, squeezed_PTm, norm, eps, dtype
+    if squeezed_PTm.dtype != BF16 or dtype != BF16 or len(squeezed_PTm) > 1:
+        return pieces.choose(*args)
+    why = _why_no_vectors(logits_TE.shape[-1], bias_E) or _why_no_vectors(squeezed_PTm.shape[-1], norm.factor)
+    why = why or _of(FLOAT, logits_TE) or _why_not(logits_TE, squeezed_PTm)
+    return _either("choose", why, _choose, pieces.choose)(*args)
+
+
+@one_op
+def _blend(y: Tensor, weight: Tensor, norm: Gain, eps: float) -> Tensor:
+    return _file("cpu_rows").blend(y, weight, norm, eps)
+
+
+def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
+    """pieces.blend: compiled in bfloat16."""
+    if y_TRM.dtype != BF16 or dtype != BF16:
+        return pieces.blend(y_TRM, weight_TR, norm, eps, dtype)
+    why = _why_no_vectors(y_TRM.shape[-1], norm.factor) or _of(FLOAT, weight_TR) or _why_not(y_TRM, weight_TR)
+    if why:
+        _say("blend", why)
+        return pieces.blend(y_TRM, weight_TR, norm, eps, dtype)
+    return _blend(y_TRM, weight_TR, norm, eps)
+
+
+silu = reference.silu

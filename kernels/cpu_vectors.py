@@ -1,0 +1,314 @@
+"""Vectors for Numba: what its language has no words for, written as LLVM instructions that compiled forms call.
+
+Addresses are int64. A matrix is read 32 inputs at a time, as 16 words of two bfloat16 or 16 bytes of two 4-bit codes;
+the even inputs are the low halves, so its factor lies `spread`: for each 32 inputs the 16 even ones, then the 16 odd
+ones, as float32. Nothing here rounds but the sums themselves: MXFP4 times its scale is exact in float32.
+"""
+
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, config
+from numba.core.codegen import get_host_cpu_features
+from numba.extending import intrinsic
+
+LANES = 16
+# As Numba compiles, which may have been told to do so for another processor.
+FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
+HAS_PERMUTE = "+avx512f" in FEATURES  # a table of 16 values held in one register
+PIECES = (8, 4, 2, 1) if HAS_PERMUTE else (4, 2, 1)  # rows of x whose sums fit the registers, beside ROWS of a matrix
+ROWS = 2 if HAS_PERMUTE else 1
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_FLOATS, _WORDS, _BYTES = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, _I8))
+
+
+def _word(value):
+    return ir.Constant(_I64, value)
+
+
+def _words(value):
+    return ir.Constant(_WORDS, [value] * LANES)
+
+
+def _external(b, name, result, *given):
+    return cgutils.get_or_insert_function(b.module, ir.FunctionType(result, given), name)
+
+
+def _load(b, address, kind):
+    found = b.load(b.inttoptr(address, kind.as_pointer()))
+    found.align = 1
+    return found
+
+
+def _store(b, value, address):
+    b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
+
+
+def _plus(b, address, *counts):
+    for count in counts:
+        address = b.add(address, count if isinstance(count, ir.Value) else _word(count))
+    return address
+
+
+def _splat(b, value):
+    one = b.insert_element(ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined), value, ir.Constant(_I32, 0))
+    return b.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
+
+
+def _fma(b, x, y, z):
+    return b.call(_external(b, "llvm.fma.v16f32", _FLOATS, *[_FLOATS] * 3), [x, y, z])
+
+
+def _pair_of_bf16(b, address):
+    both = _load(b, address, _WORDS)
+    return [b.bitcast(x, _FLOATS) for x in (b.shl(both, _words(16)), b.and_(both, _words(0xFFFF0000)))]
+
+
+def _e2m1(b, codes, has_permute):
+    """Codes in the low four bits of words, whatever is above -> their values."""
+    if has_permute:
+        table = ir.Constant(_FLOATS, [*E2M1, *(-x for x in E2M1)])
+        return b.call(_external(b, "llvm.x86.avx512.permvar.sf.512", _FLOATS, _FLOATS, _WORDS), [table, codes])
+    exponent, mantissa = b.and_(b.lshr(codes, _words(1)), _words(3)), b.and_(codes, _words(1))
+    is_normal = b.icmp_unsigned("!=", exponent, _words(0))
+    shift = b.sub(exponent, b.zext(is_normal, _WORDS))
+    twice = b.select(is_normal, b.shl(b.or_(mantissa, _words(2)), shift), mantissa)
+    bits = b.bitcast(b.fmul(b.uitofp(twice, _FLOATS), ir.Constant(_FLOATS, [0.5] * LANES)), _WORDS)
+    return b.bitcast(b.or_(bits, b.shl(b.and_(codes, _words(8)), _words(28))), _FLOATS)
+
+
+def _e8m0(b, byte):
+    """A scale's byte -> float32: 2^(byte - 127), 0 the subnormal 2^-127, 255 not a number."""
+    wide = b.zext(byte, _I32)
+    bits = b.shl(wide, ir.Constant(_I32, 23))
+    bits = b.select(b.icmp_unsigned("==", wide, ir.Constant(_I32, 0)), ir.Constant(_I32, 0x0040_0000), bits)
+    bits = b.select(b.icmp_unsigned("==", wide, ir.Constant(_I32, 255)), ir.Constant(_I32, 0x7FC0_0000), bits)
+    return b.bitcast(bits, _F32)
+
+
+def _pair_of_mxfp4(b, codes_at, scale_at, has_permute):
+    codes, scale = b.zext(_load(b, codes_at, _BYTES), _WORDS), _splat(b, _e8m0(b, _load(b, scale_at, _I8)))
+    both = codes, b.lshr(codes, _words(4))
+    return [b.fmul(_e2m1(b, half, has_permute), scale) for half in both]
+
+
+def _sums(b, vectors):
+    """Up to 16 vectors -> one, whose lane n is the sum of vector n's lanes: halves are added pair by pair."""
+    for step in (1, 2, 4, 8):
+        near = [lane // (2 * step) * 2 * step + lane % step + 16 * (lane // step % 2) for lane in range(LANES)]
+        masks = [ir.Constant(_WORDS, [n + shift for n in near]) for shift in (0, step)]
+        pairs = [(vectors[n], vectors[min(n + 1, len(vectors) - 1)]) for n in range(0, len(vectors), 2)]
+        vectors = [b.fadd(*(b.shuffle_vector(*pair, mask) for mask in masks)) for pair in pairs]
+    return vectors[0]
+
+
+def _prefetch(b, address):
+    form = _external(b, "llvm.prefetch.p0", ir.VoidType(), _I8.as_pointer(), _I32, _I32, _I32)
+    words = [ir.Constant(_I32, n) for n in (0, 3, 1)]  # to be read, kept in all caches, data
+    b.call(form, [b.inttoptr(address, _I8.as_pointer()), *words])
+
+
+def _loop(b, count, starts, body):
+    """body(n, values) -> new values for n = 0 … count - 1, at least once; the last values."""
+    before, inside, after = b.block, b.append_basic_block("inside"), b.append_basic_block("after")
+    b.branch(inside)
+    b.position_at_end(inside)
+    n, *values = [b.phi(start.type) for start in (_word(0), *starts)]
+    made = [b.add(n, _word(1)), *body(n, values)]
+    for phi, start, new in zip((n, *values), (_word(0), *starts), made, strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(new, b.block)
+    b.cbranch(b.icmp_signed("<", made[0], count), inside, after)
+    b.position_at_end(after)
+    return made[1:]
+
+
+def tile(kind, rows, pieces, has_permute=HAS_PERMUTE):
+    """An intrinsic (w, stride, scales, scale_stride, x, groups, out): the products of `rows` rows of a matrix with
+    `pieces` rows of x, float32 [rows, pieces] and what else fills 16 places, written to `out`.
+
+    kind is bf16, mxfp4 or f32; strides are bytes from row to row; x is float32 [groups, pieces, 32], spread but for
+    f32. groups is at least 1. While a row is read the one `rows` later is asked for. The order of a sum is the same
+    for any number of rows and pieces: a row's bits do not depend on its neighbours.
+    """
+    width = {"bf16": 64, "mxfp4": 16, "f32": 128}[kind]
+
+    def pair(b, at, scale_at):
+        if kind == "mxfp4":
+            return _pair_of_mxfp4(b, at, scale_at, has_permute)
+        return _pair_of_bf16(b, at) if kind == "bf16" else [_load(b, _plus(b, at, n), _FLOATS) for n in (0, 64)]
+
+    def codegen(context, b, signature, args):
+        w, stride, scales, scale_stride, x, groups, out = args
+        ahead = b.mul(stride, _word(rows))
+
+        def body(n, sums):
+            sums, place, matrix = list(sums), b.mul(n, _word(width)), []
+            for r in range(rows):
+                at = _plus(b, w, b.mul(stride, _word(r)), place)
+                _prefetch(b, b.add(at, ahead))
+                matrix.append(pair(b, at, _plus(b, scales, b.mul(scale_stride, _word(r)), n)))
+            for m in range(pieces):
+                at = _plus(b, x, b.mul(n, _word(128 * pieces)), 128 * m)
+                halves = [_load(b, _plus(b, at, 64 * half), _FLOATS) for half in (0, 1)]
+                for r in range(rows):
+                    for half in (0, 1):
+                        place = r * pieces + m
+                        sums[place] = _fma(b, matrix[r][half], halves[half], sums[place])
+            return sums
+
+        made = _loop(b, groups, [ir.Constant(_FLOATS, [0.0] * LANES)] * (rows * pieces), body)
+        _store(b, _sums(b, made), out)
+        return context.get_dummy_value()
+
+    def typed(context, w, stride, scales, scale_stride, x, groups, out):
+        return types.void(*[types.int64] * 7), codegen
+
+    return intrinsic(typed)
+
+
+def weigh(pieces):
+    """An intrinsic (v, stride, count, p, p_stride, sums, sums_stride): adds to each of `pieces` rows of 32 sums, spread
+    float32, the 32 bfloat16 at each of `count` rows of v times that row's factor in p; strides in bytes, count >= 1."""
+
+    def codegen(context, b, signature, args):
+        v, stride, count, p, p_stride, sums, sums_stride = args
+        places = [_plus(b, sums, b.mul(sums_stride, _word(m)), 64 * half) for m in range(pieces) for half in (0, 1)]
+
+        def body(n, found):
+            values = _pair_of_bf16(b, _plus(b, v, b.mul(stride, n)))
+            factors = [
+                _splat(b, _load(b, _plus(b, p, b.mul(p_stride, _word(m)), b.mul(n, _word(4))), _F32))
+                for m in range(pieces)
+            ]
+            return [_fma(b, factors[place // 2], values[place % 2], x) for place, x in enumerate(found)]
+
+        for made, at in zip(_loop(b, count, [_load(b, at, _FLOATS) for at in places], body), places, strict=True):
+            _store(b, made, at)
+        return context.get_dummy_value()
+
+    def typed(context, v, stride, count, p, p_stride, sums, sums_stride):
+        return types.void(*[types.int64] * 7), codegen
+
+    return intrinsic(typed)
+
+
+@intrinsic
+def spread(context, source, target):
+    """32 bfloat16 -> 32 float32: the even ones, then the odd ones."""
+
+    def codegen(context, b, signature, args):
+        for half, values in enumerate(_pair_of_bf16(b, args[0])):
+            _store(b, values, _plus(b, args[1], 64 * half))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+def _loader(kind, result):
+    def typed(context, address):
+        return result(types.int64), lambda context, b, signature, args: _load(b, args[0], kind)
+
+    return intrinsic(typed)
+
+
+int_at, double_at = _loader(_I64, types.int64), _loader(ir.DoubleType(), types.float64)
+
+
+@intrinsic
+def claim(context, address):
+    """The number at an address, which is one more afterwards, whoever else claims."""
+
+    def codegen(context, b, signature, args):
+        return b.atomic_rmw("add", b.inttoptr(args[0], _I64.as_pointer()), _word(1), "monotonic")
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def floats(context, address):
+    """A pointer to float32, for numba.carray."""
+
+    def codegen(context, b, signature, args):
+        return b.inttoptr(args[0], _F32.as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), codegen
+
+
+@intrinsic
+def halves(context, address):
+    """A pointer to the 16 bits of bfloat16, for numba.carray."""
+
+    def codegen(context, b, signature, args):
+        return b.inttoptr(args[0], _I16.as_pointer())
+
+    return types.CPointer(types.uint16)(types.int64), codegen
+
+
+@intrinsic
+def integers(context, address):
+    """A pointer to int64, for numba.carray."""
+
+    def codegen(context, b, signature, args):
+        return b.inttoptr(args[0], _I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), codegen
+
+
+@intrinsic
+def float_of(context, bits):
+    """The float32 that has these 32 bits."""
+
+    def codegen(context, b, signature, args):
+        return b.bitcast(args[0], _F32)
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def bits_of(context, value):
+    """The 32 bits of a float32."""
+
+    def codegen(context, b, signature, args):
+        return b.bitcast(args[0], _I32)
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def workspace(context, size):
+    """The address of `size` bytes, a literal, on the stack of the function that this is compiled into."""
+    if not isinstance(size, types.IntegerLiteral):
+        return None
+    count = size.literal_value
+
+    def codegen(context, b, signature, args):
+        with b.goto_entry_block():  # once, and as it is: Numba's own way would write zeros element by element
+            place = b.alloca(ir.ArrayType(_I8, count))
+        place.align = 64
+        return b.ptrtoint(place, _I64)
+
+    return types.int64(size), codegen
+
+
+@intrinsic
+def in_parallel(context, starter, form, given, threads):
+    """Calls the function at `form` with `given` on so many threads: here for one, else through `starter`, the address
+    of OpenMP's GOMP_parallel."""
+
+    def codegen(context, b, signature, args):
+        starter, form, given, threads = args
+        anything = _I8.as_pointer()
+        work = ir.FunctionType(ir.VoidType(), [anything]).as_pointer()
+        start = ir.FunctionType(ir.VoidType(), [anything, anything, _I32, _I32]).as_pointer()
+        with b.if_else(b.icmp_signed("<=", threads, _word(1))) as (alone, together):
+            with alone:
+                b.call(b.inttoptr(form, work), [b.inttoptr(given, anything)])
+            with together:
+                words = b.inttoptr(form, anything), b.inttoptr(given, anything), b.trunc(threads, _I32)
+                b.call(b.inttoptr(starter, start), [*words, ir.Constant(_I32, 0)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
