@@ -21,6 +21,7 @@ COLUMNS = (
     "measured / plan",
 )
 PARTS = (("floor", "#3465a4"), ("collectives", "#f57900"), ("the rest", "#bbbbbb"))
+LEFT, WIDTH = 200, 500  # of the bars in the drawing, in pixels
 
 
 class Experts(NamedTuple):
@@ -97,30 +98,37 @@ def parts_of(line: Line) -> tuple[float, float, float]:
 
 
 def plot(layouts: dict[str, list[Line]]) -> str:
-    """An SVG drawing: a bar for each step of each layout, as long as it took, in parts."""
-    longest = max((sum(parts_of(line)) for lines in layouts.values() for line in lines), default=1.0)
+    """An SVG drawing: of each step a group of bars, one for each layout, as long as it took, in parts.
+
+    Groups have scales of their own, as a prompt takes some forty times as long as a token.
+    """
+    names = dict.fromkeys(line.name for lines in layouts.values() for line in lines)
     drawn, y = [*_legend()], 50
-    for layout, lines in layouts.items():
-        drawn.append(f'<text x="10" y="{y + 15}" font-weight="bold">{layout}</text>')
+    for name in names:
+        group = {layout: line for layout, lines in layouts.items() for line in lines if line.name == name}
+        longest = max(sum(parts_of(line)) for line in group.values())
+        drawn.append(f'<text x="10" y="{y + 15}" font-weight="bold">{name}</text>')
         y += 24
-        for line in lines:
-            drawn += _bar(line, y, 480 / longest)
-            y += 26
-        y += 8
-    size = f'width="900" height="{y + 10}" font-family="sans-serif" font-size="13"'
+        for layout, line in group.items():
+            drawn += _bar(layout, line, y, WIDTH / longest)
+            y += 24
+        y += 10
+    size = f'width="960" height="{y + 6}" font-family="sans-serif" font-size="13"'
     ground = '<rect width="100%" height="100%" fill="white"/>'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', ground, *drawn, "</svg>"]) + "\n"
 
 
 def _legend() -> Iterator[str]:
     for n, (name, colour) in enumerate(PARTS):
-        yield f'<rect x="{280 + 120 * n}" y="14" width="14" height="14" fill="{colour}"/>'
-        yield f'<text x="{300 + 120 * n}" y="26">{name}</text>'
+        yield f'<rect x="{LEFT + 120 * n}" y="14" width="14" height="14" fill="{colour}"/>'
+        yield f'<text x="{LEFT + 20 + 120 * n}" y="26">{name}</text>'
+    yield f'<text x="{LEFT + 120 * len(PARTS)}" y="26">milliseconds; each group has a scale of its own</text>'
 
 
-def _bar(line: Line, y: int, scale: float) -> Sequence[str]:
-    drawn, x = [f'<text x="272" y="{y + 15}" text-anchor="end">{line.name}</text>'], 280.0
+def _bar(label: str, line: Line, y: int, scale: float) -> Sequence[str]:
+    drawn, x = [f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">{label}</text>'], float(LEFT)
     for seconds, (_, colour) in zip(parts_of(line), PARTS, strict=True):
         drawn.append(f'<rect x="{x:.1f}" y="{y}" width="{seconds * scale:.1f}" height="20" fill="{colour}"/>')
         x += seconds * scale
-    return [*drawn, f'<text x="{x + 8:.1f}" y="{y + 15}">{line.seconds * 1e3:.2f} ms</text>']
+    parts = " + ".join(f"{seconds * 1e3:.2f}" for seconds in parts_of(line))
+    return [*drawn, f'<text x="{x + 8:.1f}" y="{y + 15}">{line.seconds * 1e3:.2f} = {parts}</text>']

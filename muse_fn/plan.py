@@ -1,11 +1,13 @@
 """What a model takes on a mesh of devices, before there are any: memory, cache, floors, and a predicted speed.
 
 Arithmetic over the schema, the rules of the mesh and a table of assumptions. A prediction is the time to read each
-component's bytes or to compute its operations, whichever is longer, added up, and the collectives on top:
+component's bytes or to compute its operations, whichever is longer, added up, and what stands between them on top:
 
-    seconds = sum over components of max(bytes / bandwidth, operations / rate)
-              + collectives * latency + bytes sent / network + host time that is not hidden
+    seconds = sum over components of max(bytes / (bandwidth * read share), operations / (rate * product share))
+              + layers * gaps + collectives * latency + bytes sent / network + host time that is not hidden
 
+Shares say how much of a device's best rates the steps of this program reach (products in float32 are taken at their
+full rate), gaps what a layer takes however little it reads. Floors have neither.
 The steps of a mesh wait for the card with most experts to read, so predictions take that one.
 """
 
@@ -35,6 +37,7 @@ from muse_fn.touched import Touched
 
 CONTEXT, CHUNK = 2048, 4096  # where the model can hold them
 MOST = 2**20  # sequences of a batch
+GAPS = "between kernels"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Prediction(NamedTuple):
     mean: dict[str, Work]  # a card with an average number of experts to read
     slowest: dict[str, Work]
     collectives: list[Collective]
-    seconds: dict[str, float]  # components, then "collectives" and "host" if there are any
+    seconds: dict[str, float]  # components, then GAPS, "collectives" and "host" if there are any
 
     @property
     def total(self) -> float:
@@ -189,6 +192,8 @@ def predict(setup: Setup, step: Step, given: Rates) -> Prediction:
     for work in slowest:
         seconds.update({name: seconds_of(part, given) for name, part in work.items()})  # pyright: ignore[reportArgumentType]
     times: dict[str, float] = dict(seconds)
+    if given.gaps:
+        times[GAPS] = config.layers * given.gaps
     if exchanges:
         times["collectives"] = sum(row.times * (given.latency + row.bytes / given.network) for row in exchanges)
     if given.overhead:
@@ -197,13 +202,13 @@ def predict(setup: Setup, step: Step, given: Rates) -> Prediction:
 
 
 def seconds_of(work: Work, given: Rates) -> float:
-    """The time to read or to compute, whichever is longer."""
-    return max(work.bytes / given.bandwidth, arithmetic_seconds(work, given))
+    """The time to read or to compute, whichever is longer, at the shares of the rates that steps reach."""
+    return max(work.bytes / (given.bandwidth * given.read_share), arithmetic_seconds(work, given, given.product_share))
 
 
-def arithmetic_seconds(work: Work, given: Rates) -> float:
-    """The time to compute, with all operands at hand."""
-    return work.flops / given.model_flops + work.float32_flops / given.float32_flops
+def arithmetic_seconds(work: Work, given: Rates, share: float = 1.0) -> float:
+    """The time to compute, with all operands at hand, products of the model's dtype at a share of their rate."""
+    return work.flops / (given.model_flops * share) + work.float32_flops / given.float32_flops
 
 
 def bytes_of(work: dict[str, Work]) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from muse_fn.devices import GIB, rates
 from muse_fn.floors import CACHE
-from muse_fn.plan import Layout, Plan, Prediction, fit_of, memory_of
+from muse_fn.plan import GAPS, Layout, Plan, Prediction, fit_of, memory_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +25,7 @@ COLOURS = {
     "norms and gates": "#000000",
     "embedding": "#8C6D46",
     "head": "#D55E00",
+    GAPS: "#444444",
     "collectives": "#777777",
     "host": "#BBBBBB",
     RESERVE: "#DDDDDD",

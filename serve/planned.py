@@ -9,12 +9,12 @@ from rich.table import Table
 
 from muse_fn.devices import GIB, rates
 from muse_fn.floors import WORK, Layer
-from muse_fn.plan import Floor, Layout, Memory, Plan, Prediction, arithmetic_seconds, bytes_of
+from muse_fn.plan import GAPS, Floor, Layout, Memory, Plan, Prediction, arithmetic_seconds, bytes_of
 from muse_fn.port import Beside
 from muse_fn.sharding.mesh import Mesh
 
 Row = Sequence[str]
-BUSY = (*WORK, "collectives", "host")  # what a step's time is spent on
+BUSY = (*WORK, GAPS, "collectives", "host")  # what a step's time is spent on
 
 
 def report(plan: Plan, layouts: Sequence[Layout], port: Beside | None) -> dict[str, Any]:
@@ -139,7 +139,8 @@ def notes(plan: Plan) -> list[str]:
         "the cache and the unpacking of four-bit experts are free here.",
         f"Experts are drawn uniformly. A layer waits for the card with most of them ({'; '.join(sorted(kinds))}); "
         "a trained router is less even.",
-        "One rate for all products of a dtype, whatever their shape; nothing overlaps with a collective.",
+        "One rate for all products of a dtype, and one share of it that steps reach, whatever their shape; floors "
+        "take the whole rates. Nothing overlaps with a collective.",
         "The cache rounds to blocks: a window takes up to two blocks more than its tokens in every sliding group.",
     ]
     if plan.setup.mesh.pp > 1:

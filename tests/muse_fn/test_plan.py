@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muse_fn.devices import DEVICES, GIB, POSITIVE, assumptions, rates
+from muse_fn.devices import DEVICES, GIB, POSITIVE, SHARES, assumptions, rates
 from muse_fn.floors import Step, decode_step, prefill_step
 from muse_fn.footprint import (
     blocks_of,
 )
-from muse_fn.plan import Plan, Setup, bytes_of, compare, plan, predict
+from muse_fn.plan import GAPS, Plan, Setup, bytes_of, compare, plan, predict
 from muse_fn.port import applies, beside
 from muse_fn.sharding.mesh import STAGE, Mesh, MeshError, parse_mesh
 from muse_fn.sharding.rules import problems_of_mesh
-from tests.planned import MODEL, RELEASED, meshes, step_of
+from tests.planned import MODEL, RELEASED, meshes
 
 GAUDI = assumptions("gaudi2", 8)
 
@@ -26,19 +26,23 @@ def gaudi(mesh: str, **changes: float) -> Plan:
     return plan(setup, "gaudi2", assumptions("gaudi2", setup.mesh.ranks, changes))
 
 
-def test_a_prediction_is_its_formula() -> None:
-    setup, given = Setup(RELEASED, Mesh(2, 4, squeeze="split")), rates(gaudi("ep=2,tp=4", host_us=50).assumptions)
-    found = predict(setup, decode_step(16, 2048), given)
+@given(st.floats(0.01, 1), st.floats(0.01, 1), st.sampled_from([decode_step(16, 2048), prefill_step(4096, 0)]))
+@settings(deadline=None, max_examples=20)
+def test_a_prediction_is_its_formula(read: float, product: float, step: Step) -> None:
+    changes = {"host_us": 50, "read_share": read, "product_share": product, "layer_us": 7}
+    setup, given = Setup(RELEASED, Mesh(2, 4, squeeze="split")), rates(gaudi("ep=2,tp=4", **changes).assumptions)
+    found = predict(setup, step, given)
     for name, work in found.slowest.items():
-        compute = work.flops / 432e12 + work.float32_flops / 54e12
-        assert found.seconds[name] == pytest.approx(max(work.bytes / 2e12, compute))
+        compute = work.flops / (432e12 * product) + work.float32_flops / 54e12
+        assert found.seconds[name] == pytest.approx(max(work.bytes / (2e12 * read), compute))
+    assert found.seconds[GAPS] == pytest.approx(62 * 7e-6)
     times = sum(row.times for row in found.collectives)
     sent = sum(row.times * row.bytes for row in found.collectives)
     assert times == 1 + 4 * 62 + 2
     assert found.seconds["collectives"] == pytest.approx(times * 16e-6 + sent / 262.5e9)
     assert found.seconds["host"] == pytest.approx(50e-6)
     assert found.total == pytest.approx(sum(found.seconds.values()))
-    assert found.tokens_per_second == pytest.approx(16 / found.total)
+    assert found.tokens_per_second == pytest.approx(step.tokens / found.total)
 
 
 @given(meshes(), st.sampled_from(POSITIVE), st.integers(1, 20))
@@ -46,14 +50,18 @@ def test_a_prediction_is_its_formula() -> None:
 def test_a_better_device_is_never_slower(mesh: Mesh, name: str, batch: int) -> None:
     setup, step = Setup(MODEL, mesh, context=9), decode_step(batch, 9)
     rows = assumptions("h200", mesh.ranks)
-    better = assumptions("h200", mesh.ranks, {name: 2 * next(row.value for row in rows if row.name == name)})
+    doubled = 2 * next(row.value for row in rows if row.name == name)
+    better = assumptions("h200", mesh.ranks, {name: min(1.0, doubled) if name in SHARES else doubled})
     assert predict(setup, step, rates(better)).total <= predict(setup, step, rates(rows)).total
 
 
 def test_stages_take_turns() -> None:
     """The components of a pipeline take as long as those of one stage; what is sent comes on top."""
-    one, four = (step_of(RELEASED, Mesh(2, 4, pp), 4, 2048) for pp in (1, 4))
-    for name in ("attention", "experts", "head", "router"):
+    one, four = (
+        predict(Setup(RELEASED, Mesh(2, 4, pp)), decode_step(4, 2048), rates(assumptions("h200", 8 * pp)))
+        for pp in (1, 4)
+    )
+    for name in ("attention", "experts", "head", "router", GAPS):
         assert one.seconds[name] == pytest.approx(four.seconds[name])
     assert four.seconds["collectives"] > one.seconds["collectives"]
 
@@ -63,7 +71,7 @@ def test_every_assumption_has_a_unit_and_a_source_and_can_be_replaced(device: st
     rows = assumptions(device, 2, ram=8 * GIB)
     assert len({row.name for row in rows}) == len(rows) == len(rates(rows))
     assert all(row.unit and len(row.source) > 8 for row in rows)
-    given = {row.name: row.value + 1 for row in rows}
+    given = {row.name: row.value / 2 if row.name in SHARES else row.value + 1 for row in rows}
     changed = assumptions(device, 2, given, ram=8 * GIB)
     assert {row.name: row.value for row in changed} == given
     assert all(
@@ -74,14 +82,30 @@ def test_every_assumption_has_a_unit_and_a_source_and_can_be_replaced(device: st
     assert (before.memory == 4 * GIB) == (device == "cpu"), "the ranks of a CPU share its memory"
 
 
+@pytest.mark.parametrize("device", ["gaudi2", "cpu"])
+def test_where_no_step_was_measured_the_record_says_so(device: str) -> None:
+    """Full rates and no gaps, and what the H200 showed beside them."""
+    shown = {row.name: row.value for row in assumptions("h200")}
+    rows = {row.name: row for row in assumptions(device, ram=8 * GIB)}
+    assert {name: rows[name].value for name in (*SHARES, "layer_us")} == {**dict.fromkeys(SHARES, 1.0), "layer_us": 0}
+    for name in (*SHARES, "layer_us"):
+        assert rows[name].source.startswith("nothing measured")
+        assert f"{shown[name]:g}" in rows[name].source
+        assert shown[name] != rows[name].value
+
+
 def test_bad_assumptions_are_all_named() -> None:
     with pytest.raises(ValueError, match="device is 'tpu': must be one of gaudi2, h200, cpu"):
         assumptions("tpu")
-    changes = {"warp": 9.0, "network_gb_s": 0.0, "host_us": -1.0, "collective_us": float("nan")}
+    changes = {"warp": 9.0, "network_gb_s": 0.0, "host_us": -1.0, "collective_us": float("nan"), "read_share": 1.01}
+    changes["product_share"] = 0.0
     with pytest.raises(ValueError, match="'warp'") as found:
         assumptions("h200", 1, changes)
     assert [name for name in changes if name not in str(found.value)] == []
     assert "reserve_gib" in str(found.value)
+    assert "read_share is 1.01: must be a number above 0 and at most 1" in str(found.value)
+    assert "product_share is 0.0: must be a number above 0 and at most 1" in str(found.value)
+    assert "host_us is -1.0: must be a number of at least 0;" in str(found.value)
 
 
 @pytest.mark.parametrize(

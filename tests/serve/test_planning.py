@@ -127,6 +127,21 @@ def test_assumptions_are_replaced_and_say_so(shell: Shell) -> None:
     assert "host" in shell(*GAUDI, "--assume", "host_us=15600").out
 
 
+def test_shares_and_gaps_change_predictions_and_no_floor(shell: Shell) -> None:
+    whole = shell(*GAUDI, "--json").json
+    told = ("--assume", "read_share=0.5", "--assume", "layer_us=20", "--assume", "product_share=0.25")
+    found = shell(*GAUDI, *told, "--json").json
+    for slow, fast in zip(found["decode"], whole["decode"], strict=True):
+        assert slow["seconds"]["between kernels"] == pytest.approx(62 * 20e-6)
+        assert slow["seconds"]["head"] == pytest.approx(2 * fast["seconds"]["head"])
+        assert slow["slowest"] == fast["slowest"]
+    assert "between kernels" not in whole["decode"][0]["seconds"]
+    assert found["layer"] == whole["layer"]
+    shown = [[line for line in shell(*GAUDI, *words).out.splitlines() if "floor, ms" in line] for words in ((), told)]
+    assert shown[0] == shown[1]
+    assert len(shown[0]) == 2
+
+
 def test_what_does_not_fit_is_said(shell: Shell) -> None:
     one = shell("--config", "released", "--device", "h200", "--json").json
     assert any("DOES NOT FIT" in note for note in one["notes"])
@@ -167,6 +182,7 @@ def test_dtypes_of_the_cache_and_formats_of_the_experts(shell: Shell) -> None:
         (("--assume", "host_us"), 1, "'host_us': must be name=value"),
         (("--assume", "warp=9"), 1, "must be one of"),
         (("--assume", "bandwidth_gb_s=0"), 1, "above 0"),
+        (("--assume", "read_share=1.5"), 1, "above 0 and at most 1"),
         (("--plot", "x.pdf"), 1, "must end in .png or .svg"),
         (("--plot", "/nowhere/x.png"), 1, "/nowhere/x.png"),
         (("--model", "x", "--config", "y"), 1, "not both"),
@@ -212,7 +228,7 @@ def test_a_picture_has_every_bar_and_its_title(compared: bool, tmp_path: Path, m
         drawn.append(figure)
 
     monkeypatch.setattr(Figure, "savefig", keep)
-    setup, assumed = Setup(Config(), Mesh(2, 4)), assumptions("gaudi2", 8, {"host_us": 9.0})
+    setup, assumed = Setup(Config(), Mesh(2, 4)), assumptions("gaudi2", 8, {"host_us": 9.0, "layer_us": 5.0})
     found = plan(setup, "gaudi2", assumed)
     layouts = compare(setup, assumed) if compared else []
     draw(found, layouts, tmp_path / "x.png")
