@@ -48,9 +48,9 @@ _FITTED = "fitted on steps measured on one and two cards (bench/results)"
 
 
 def _whole(name: str, what: str, shown: float) -> Assumption:
-    """The share on a device where no step has been measured."""
+    """The share on a device whose record rests on no measured step."""
     return Assumption(
-        name, 1.0, what, f"nothing measured: steps at the full rate; on H200 they reached {shown:g} of it"
+        name, 1.0, what, f"fitted on no measured step: the full rate; on H200 steps reached {shown:g} of it"
     )
 
 
@@ -61,7 +61,9 @@ _LAYER = Assumption("layer_us", 35.0, "us per layer", f"{_FITTED}: a dozen kerne
 _UNMEASURED = (
     _whole("read_share", _READS, _READ_SHARE.value),
     _whole("product_share", _PRODUCTS, _PRODUCT_SHARE.value),
-    Assumption("layer_us", 0.0, "us per layer", f"nothing measured: no gaps; on H200 they took {_LAYER.value:g} us"),
+    Assumption(
+        "layer_us", 0.0, "us per layer", f"fitted on no measured step: no gaps; H200 showed {_LAYER.value:g} us"
+    ),
 )
 
 _GAUDI2 = (

@@ -83,13 +83,13 @@ def test_every_assumption_has_a_unit_and_a_source_and_can_be_replaced(device: st
 
 
 @pytest.mark.parametrize("device", ["gaudi2", "cpu"])
-def test_where_no_step_was_measured_the_record_says_so(device: str) -> None:
+def test_where_no_step_was_fitted_the_record_says_so(device: str) -> None:
     """Full rates and no gaps, and what the H200 showed beside them."""
     shown = {row.name: row.value for row in assumptions("h200")}
     rows = {row.name: row for row in assumptions(device, ram=8 * GIB)}
     assert {name: rows[name].value for name in (*SHARES, "layer_us")} == {**dict.fromkeys(SHARES, 1.0), "layer_us": 0}
     for name in (*SHARES, "layer_us"):
-        assert rows[name].source.startswith("nothing measured")
+        assert rows[name].source.startswith("fitted on no measured step")
         assert f"{shown[name]:g}" in rows[name].source
         assert shown[name] != rows[name].value
 
