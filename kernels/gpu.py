@@ -54,24 +54,6 @@ def inputs_ready(PDL: tl.constexpr):
         tl_cuda.gdc_launch_dependents()
 
 
-@triton.jit
-def prefetch(pointer, size):
-    """Asks for `size` bytes, a multiple of 16, from a pointer on, to be found in the level-2 cache: what a program can
-    do while it waits. Compute capability 9.0."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .b32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 @lru_cache
 def overlaps(device: torch.device) -> bool:
     """Whether kernels on this device can be launched before the one before is done."""

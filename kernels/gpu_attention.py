@@ -23,6 +23,7 @@ TILE_BYTES = 16 << 10  # of K, and as many of V
 STAGES, STAGES_OF_MANY = 7, 5  # half of positions and tables, then of K and V: two programs fit on a processor
 WARPS = 4
 PROGRAMS = 2  # per processor
+SMALL_PROGRAMS = 5  # the same if none has more than one tile: nothing is then gained by having more than one on its way
 FEWEST_KEYS = 64  # of a program; a short context waits for one tile and not for two
 SCANNED = 4096  # positions that a program looks at together
 MERGED = 128  # parts that are read together
@@ -94,9 +95,8 @@ def _split_kernel(
     """A split's tiles for TOGETHER KV heads of a sequence: rows are their query heads at every new token.
 
     With several KV heads a row's query stands in its own head's columns and zeros in the others', so that one product
-    of whole rows of the arena does them all.
+    of whole rows of the arena does them all. Positions and tables must not be what the kernel just before wrote.
     """
-    inputs_ready(PDL)
     split, head, b = tl.program_id(0), tl.program_id(1) * TOGETHER, tl.program_id(2)
     r, c = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     own = r // (GROUP * T)
@@ -104,12 +104,13 @@ def _split_kernel(
     real = own < TOGETHER
     mine = real[:, None] & (c // D == own[:, None])
     place = b.to(tl.int64) * q_b + t[:, None] * q_t + n[:, None] * q_n + c % D
-    q_RC = tl.load(q + place, mask=mine, other=0.0)
     i = tl.load(q_pos + b * T + t, mask=real, other=-1).to(tl.int32)
     oldest = tl.maximum(tl.min(tl.where(real, i, NOWHERE)) - WINDOW + 1, 0) if WINDOW else 0
     k_pos += b.to(tl.int64) * S
     table += b.to(tl.int64) * (S // BLOCK)
     first, last = _seen_tiles(k_pos, split, splits, tl.cdiv(S, TILE), S, oldest, tl.max(i), TILE, SCAN)
+    inputs_ready(PDL)
+    q_RC = tl.load(q + place, mask=mine, other=0.0)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     for step in tl.range(bound(first), bound(last + 1), num_stages=STAGES):
@@ -193,10 +194,10 @@ def options(device: torch.device, **constants: Any) -> dict[str, Any]:
     return {"num_warps": WARPS, **constants, "PDL": pdl, "launch_pdl": pdl}
 
 
-def split_count(programs: int, rows: int, width: int, most: int, device: torch.device) -> int:
-    """Into how many the keys of each of so many programs are cut, `most` at most, for PROGRAMS on each processor; the
+def split_count(programs: int, rows: int, width: int, most: int, device: torch.device, each: int = PROGRAMS) -> int:
+    """Into how many the keys of each of so many programs are cut, `most` at most, for `each` of them on a processor; the
     parts of all `rows` take WORKSPACE bytes at most."""
-    wanted = PROGRAMS * processors(device) // max(programs, 1)
+    wanted = each * processors(device) // max(programs, 1)
     return max(1, min(wanted, most, WORKSPACE // max(4 * rows * (width + 2), 1)))
 
 
@@ -243,7 +244,9 @@ def attend_blocks(
     tile, grid = shape["TILE"], (heads // shape["TOGETHER"], batch)
     tiles = -(-k_pos_BS.shape[1] // tile)
     most = -(-k_pos_BS.shape[1] // max(FEWEST_KEYS, tile))
-    splits = split_count(math.prod(grid), batch * length * count, width, most, q_BTND.device)
+    device, programs = q_BTND.device, math.prod(grid)
+    each = SMALL_PROGRAMS if most == tiles and programs * most <= SMALL_PROGRAMS * processors(device) else PROGRAMS
+    splits = split_count(programs, batch * length * count, width, most, device, each)
     out, parts, sums = workspace(q_BTND, splits)
     shape |= {"BLOCK": block, "WINDOW": window, "PARTS": splits > 1}
     shape["SCAN"] = min(triton.next_power_of_2(-(-tiles // splits)), SCANNED // tile)

@@ -16,7 +16,7 @@ from muse_fn.kernels.gpu import INTERPRETED, inputs_ready, overlaps
 
 FEWEST_ROWS = 128  # below, float32 sums of the library are no slower
 ROWS, OUT, STEP = 64, 128, tl.constexpr(32)  # rows of inputs and of the matrix, and inputs, of a program's tile
-STAGES, WARPS = 3, 4
+STAGES, WARPS = 4, 4
 
 
 @triton.jit

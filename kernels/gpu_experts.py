@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import inputs_ready, overlaps, prefetch, rounded
+from muse_fn.kernels.gpu import inputs_ready, overlaps, rounded
 from muse_fn.kernels.gpu_order import SORTED_HERE, Tiles, tiles_of
 from muse_fn.kernels.gpu_product import MX, NV, PLAIN, packed_product, plain_product
 from muse_fn.kernels.gpu_unpack import GROUP, NV_SHIFT, column, row_of
@@ -32,13 +32,6 @@ def _arrange_kernel(x_ptr, out_ptr, FEW: tl.constexpr, K: tl.constexpr, STEP: tl
     row = tl.program_id(0).to(tl.int64) * K
     k = tl.program_id(1) * STEP + tl.arange(0, STEP)
     tl.store(out_ptr + row + (k & -128) + column(k & 127, FEW), tl.load(x_ptr + row + k))
-
-
-@triton.jit
-def _ask_for(codes_ptr, scales_ptr, row, ROWS: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
-    """ROWS rows from `row` int64 on, codes and scales."""
-    prefetch(codes_ptr + row * (K // 8), ROWS * K // 2)
-    prefetch(scales_ptr + row * (K // 128), ROWS * (K // 32 if FORMAT == MX else K // 16))
 
 
 @triton.jit
@@ -90,8 +83,9 @@ def _gate_up(
     else:
         row = expert.to(tl.int64) * (2 * F) + _rows_of(n, BN, WARPS, FEW, True, F)
         both = packed_product(
-            x_ptr, token, valid, codes_ptr, scales_ptr, row, K, FORMAT, FEW, BN, ROWS, WARPS, AT_ONCE, not ALONE, STAGES
-        )
+            x_ptr, token, valid, codes_ptr, scales_ptr, row, K, FORMAT, FEW, BN, ROWS, WARPS, AT_ONCE, not ALONE,
+            STAGES, False,
+        )  # fmt: skip
         W: tl.constexpr = 1 if FEW else WARPS
         both = tl.permute(tl.reshape(both, (BN // 16 // W, W, 2, 8, ROWS)), (0, 1, 3, 4, 2))
     gate, up = tl.split(tl.reshape(both, (BN // 2, ROWS, 2)))
@@ -130,8 +124,9 @@ def _down(
     h_ptr, order_ptr, codes_ptr, scales_ptr, global_ptr, out_ptr, expert, start, count, row,
     K: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr, ALONE: tl.constexpr, FEW: tl.constexpr,
     BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN rows of down for up to ROWS routes of one expert, or of none."""
+    """BN rows of down for up to ROWS routes of one expert, or of none, once the inputs are there."""
     m = tl.arange(0, ROWS)
     valid = m < count
     place = tl.where(valid, start + m, 0)
@@ -143,14 +138,17 @@ def _down(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     if expert >= 0:
         if FORMAT == PLAIN:
+            inputs_ready(PDL)
             out = plain_product(h_ptr, place, valid, codes_ptr, expert.to(tl.int64) * N + n, K, BN, ROWS, STAGES)
         else:
             out = packed_product(
                 h_ptr, place, valid, codes_ptr, scales_ptr, row, K, FORMAT, FEW, BN, ROWS, WARPS, AT_ONCE, not ALONE,
-                STAGES,
+                STAGES, PDL,
             )  # fmt: skip
         if FORMAT == NV:
             out *= tl.load(global_ptr + expert) / NV_SHIFT
+    else:
+        inputs_ready(PDL)
     if FORMAT != PLAIN and not FEW:
         n = tl.program_id(0) * BN + row_of(tl.arange(0, BN), BN, WARPS)
     to = route[None, :].to(tl.int64) * N + n[:, None]
@@ -164,21 +162,20 @@ def _down_kernel(
     BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of routes by program id 1 -> [P, N] by route; zeros for routes of no expert here."""
+    """A tile of routes by program id 1 -> [P, N] by route; zeros for routes of no expert here. Which routes these are,
+    the kernel before the previous one wrote."""
     expert, start, count = _tile(idx_ptr, expert_ptr, start_ptr, count_ptr, tl.program_id(1), E, first, ALONE)
     begin = tl.maximum(expert, 0).to(tl.int64) * N
     row = begin + _rows_of(tl.program_id(0) * BN, BN, WARPS, FEW, False, 0)
-    if FEW and FORMAT != PLAIN and PDL and expert >= 0 and count > 0:
-        _ask_for(codes_ptr, scales_ptr, begin + tl.program_id(0) * BN, BN, K, FORMAT)
-    inputs_ready(PDL)
     if count == 0:
+        inputs_ready(PDL)
         return
     if not FEW and count <= REST:
         _down(h_ptr, order_ptr, codes_ptr, scales_ptr, global_ptr, out_ptr, expert, start, count, row,
-              K, N, FORMAT, ALONE, FEW, BN, REST, WARPS, AT_ONCE, STAGES)  # fmt: skip
+              K, N, FORMAT, ALONE, FEW, BN, REST, WARPS, AT_ONCE, STAGES, PDL)  # fmt: skip
     else:
         _down(h_ptr, order_ptr, codes_ptr, scales_ptr, global_ptr, out_ptr, expert, start, count, row,
-              K, N, FORMAT, ALONE, FEW, BN, ROWS, WARPS, AT_ONCE, STAGES)  # fmt: skip
+              K, N, FORMAT, ALONE, FEW, BN, ROWS, WARPS, AT_ONCE, STAGES, PDL)  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -194,7 +191,8 @@ class Shape(NamedTuple):
 # How work on packed experts was cut best on an H200 for one token, for a few, and for more.
 FEWEST, FEWEST_ROUTES = Shape(8, (32, 32), (4, 4), (2, 2), (3, 2)), 8
 ALONES = Shape(8, (32, 32), (4, 2), (1, 1), (4, 3))
-SORTED = Shape(8, (32, 32), (1, 1), (1, 1), (4, 4))
+SORTED, SORTED_ROUTES = Shape(8, (32, 32), (2, 1), (1, 1), (4, 4)), 80
+MANY_SORTED = Shape(8, (32, 64), (1, 1), (1, 1), (4, 4))
 
 
 def is_few(routes: int) -> bool:
@@ -209,7 +207,8 @@ def shape_of(routes: int, form: int, latent: int, inner: int) -> Shape:
         return Shape(128, (128, 128), (warps, warps), (1, 1), (3, 3))
     if form == PLAIN.value:
         return Shape(16, (64, 64), (4, 4), (1, 1), (3, 3))
-    made = FEWEST if routes <= FEWEST_ROUTES else ALONES if routes <= ALONE else SORTED
+    steps = (FEWEST_ROUTES, FEWEST), (ALONE, ALONES), (SORTED_ROUTES, SORTED)
+    made = next((shape for most, shape in steps if routes <= most), MANY_SORTED)
     groups = latent // GROUP, inner // GROUP
     warps = tuple(math.gcd(n, most) for n, most in zip(groups, made.warps, strict=True))
     at_once = tuple(math.gcd(n // w, most) for n, w, most in zip(groups, warps, made.at_once, strict=True))
@@ -333,6 +332,6 @@ COMPILED = [  # kernel, types of its arguments, constants, options: as for the r
         {"FEW": True, "K": 4096, "STEP": 1024, "PDL": True},
         {"num_warps": 4, "launch_pdl": True},
     ),
-    *(entry for routes in (8, 128, SORTED_HERE + 1) for packing in (MX.value, NV.value, PLAIN.value)
+    *(entry for routes in (8, 64, 128, SORTED_HERE + 1) for packing in (MX.value, NV.value, PLAIN.value)
       for entry in _compiled(routes, packing)),
 ]  # fmt: skip

@@ -1,9 +1,10 @@
 """Products of few rows with plain matrices by Triton: every weight is read once, several matrices in one launch.
 
-One row: a program sums a few rows of a matrix in float32; its first weights are on their way before the inputs are
-there. More rows: bfloat16 matrices on tensor cores, each warp a part of the inputs; float32 matrices by float32 sums,
-since to split each factor into parts for tensor cores would take more instructions than these few products do. Above
-MOST_ROWS, and for large matrices above one row, the library's matrix product reads weights about as fast.
+One row, or up to FEW where a matrix is float32: a program sums a few rows of a matrix in float32; its first weights are
+on their way before the inputs are there. More rows: bfloat16 matrices on tensor cores, each warp a part of the inputs;
+float32 matrices by float32 sums, since to split each factor into parts for tensor cores would take more instructions
+than these few products do. Above MOST_ROWS, and for large matrices above one row, the library's matrix product reads
+weights about as fast.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
@@ -24,13 +25,14 @@ MOST_ROWS = 16
 MOST_MATRICES = 4
 LIBRARY_OUTPUTS = 1 << 16  # of a bfloat16 matrix and more than one row from which on the library is faster
 
-# One row of inputs.
+# One row of inputs, or up to FEW.
+FEW = 4
 OUT, STEP = 2, 2048  # rows of a matrix for each program, and inputs of each at once; more rows if there are fewer
 WARPS = 4
 
 # More of them.
-FLOAT_OUT, FLOAT_STEP = 4, 1024  # the same for a float32 matrix
-TOKENS = (4, 8)  # rows of inputs for such a program: the first where that is all
+FLOAT_OUTS, FLOAT_STEP = (4, 8), 1024  # the same for a float32 matrix: the second where two programs share its rows
+TOKENS = 8  # rows of inputs for such a program
 BLOCKS = (16, 32, 64)  # rows of a bfloat16 matrix in a product
 DOT_OUTS = (4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 28, 32, 40, 48, 64)  # of these, rows that one program may take
 DOT_STEP = 64  # inputs that one warp takes at once
@@ -41,8 +43,19 @@ ALONE = 1.8  # how much faster a multiprocessor reads while others do not than w
 
 
 @triton.jit
-def _one_row(x_ptr, w_ptr, y_ptr, n, N, K: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
-    """Rows n .. n + OUT of one matrix with one row of inputs, in float32. Some are loaded while others are summed.
+def _part_of_row(x_ptr, x_k, left, K: tl.constexpr, STEP: tl.constexpr, wide: tl.constexpr, dtype: tl.constexpr):
+    """The next inputs of one row, rounded to `dtype`, float32 [STEP / wide, 1, wide]."""
+    x = tl.load(x_ptr + x_k, mask=(x_k < left) | (K % STEP == 0), other=0.0).to(tl.float32)
+    return tl.reshape(rounded(x, dtype).to(tl.float32), (STEP // wide, 1, wide))
+
+
+@triton.jit
+def _few_rows(
+    x_ptr, w_ptr, y_ptr, n, N, T,
+    K: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows n .. n + OUT of one matrix with one row of inputs, or up to four, in float32. Some are loaded while others
+    are summed.
 
     Columns stand first, those next to each other last: so a thread has the same columns of all rows and of the inputs,
     16 bytes of a row at once, and adds up what it has.
@@ -51,25 +64,35 @@ def _one_row(x_ptr, w_ptr, y_ptr, n, N, K: tl.constexpr, OUT: tl.constexpr, STEP
     wide: tl.constexpr = 128 // dtype.primitive_bitwidth
     x_wide: tl.constexpr = min(wide, 128 // x_ptr.dtype.element_ty.primitive_bitwidth)
     out, group = n + tl.arange(0, OUT), tl.arange(0, STEP // wide) * wide
-    row = tl.minimum(out, N - 1).to(tl.int64) * K  # what lies beyond is computed and not stored
+    row = tl.minimum(out, N - 1).to(tl.int64) * K  # what lies beyond is computed and not stored, of tokens too
     k = group[:, None, None] + tl.arange(0, wide)[None, None, :]
     part = tl.arange(0, wide // x_wide)[:, None] * x_wide + tl.arange(0, x_wide)[None, :]
     x_k = group[:, None, None, None] + part[None, None, :, :]
     at = w_ptr + row[None, :, None] + k
     w = tl.load(at, mask=(k < K) | (K % STEP == 0), other=0.0)
     inputs_ready(PDL)
-    acc = tl.zeros((STEP // wide, OUT), tl.float32)
+    a = tl.zeros((STEP // wide, OUT), tl.float32)
+    b, c, d = a, a, a
     for start in range(0, K, STEP):
         left = K - start
-        x = tl.load(x_ptr + start + x_k, mask=(x_k < left) | (K % STEP == 0), other=0.0)
         if K % STEP:
             ahead = tl.load(at + start + STEP, mask=k < left - STEP, other=0.0)
         else:
             ahead = tl.load(at + start + STEP, mask=left > STEP, other=0.0)
-        x = tl.reshape(rounded(x.to(tl.float32), dtype), (STEP // wide, 1, wide))
-        acc += tl.sum(w.to(tl.float32) * x.to(tl.float32), 2)
+        w = w.to(tl.float32)
+        x_at = x_ptr + start
+        a += tl.sum(w * _part_of_row(x_at, x_k, left, K, STEP, wide, dtype), 2)
+        if TOKENS > 1:
+            b += tl.sum(w * _part_of_row(x_at + K, x_k, left, K, STEP, wide, dtype), 2)
+            c += tl.sum(w * _part_of_row(x_at + tl.minimum(2, T - 1) * K, x_k, left, K, STEP, wide, dtype), 2)
+            d += tl.sum(w * _part_of_row(x_at + tl.minimum(3, T - 1) * K, x_k, left, K, STEP, wide, dtype), 2)
         w = ahead
-    tl.store(y_ptr + out, rounded(tl.sum(acc, 0), y_ptr.dtype.element_ty), mask=out < N)
+    y_ptr += out
+    tl.store(y_ptr, rounded(tl.sum(a, 0), y_ptr.dtype.element_ty), mask=out < N)
+    if TOKENS > 1:
+        tl.store(y_ptr + N, rounded(tl.sum(b, 0), y_ptr.dtype.element_ty), mask=out < N)
+        tl.store(y_ptr + 2 * N, rounded(tl.sum(c, 0), y_ptr.dtype.element_ty), mask=(out < N) & (T > 2))
+        tl.store(y_ptr + 3 * N, rounded(tl.sum(d, 0), y_ptr.dtype.element_ty), mask=(out < N) & (T > 3))
 
 
 @triton.jit
@@ -127,59 +150,50 @@ def _dots(
 
 
 @triton.jit
-def _programs(w_ptr, N, T, out, OUT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of one matrix."""
-    if BLOCK and w_ptr.dtype.element_ty == tl.bfloat16:
-        return tl.cdiv(N, out)
-    else:
-        return tl.cdiv(N, OUT) * tl.cdiv(T, TOKENS)
-
-
-@triton.jit
-def _one(
-    x_ptr, w_ptr, y_ptr, at, N, T, out,
-    K: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, DOT_STEP: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, FLOAT_STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+def _find(
+    ws, ys, ns, at, T, out, FIRST: tl.constexpr, LAST: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    if BLOCK and w_ptr.dtype.element_ty == tl.bfloat16:
-        inputs_ready(PDL)
-        _dots(x_ptr, w_ptr, y_ptr, at * out, N, T, out, K, ROWS, BLOCK, DOT_STEP, WARPS, STAGES)
-    else:
-        groups = tl.cdiv(T, TOKENS)
-        n = at // groups * OUT
-        if BLOCK:
-            inputs_ready(PDL)
-            _sums(x_ptr, w_ptr, y_ptr, n, at % groups * TOKENS, N, T, K, OUT, TOKENS, STEP, FLOAT_STAGES)
-        else:
-            _one_row(x_ptr, w_ptr, y_ptr, n, N, K, OUT, STEP, PDL)
+    """Of matrices FIRST .. LAST - 1 that of program `at`: weights, results, rows, the program's place among its own;
+    and how many programs all take. Without OUT each takes `out` rows and all inputs."""
+    w_ptr, y_ptr, n, place, begin = ws[FIRST], ys[FIRST], ns[FIRST], at, 0
+    for i in tl.static_range(FIRST, LAST):
+        mine = at >= begin
+        w_ptr, y_ptr = tl.where(mine, ws[i], w_ptr), tl.where(mine, ys[i], y_ptr)
+        n, place = tl.where(mine, ns[i], n), tl.where(mine, at - begin, place)
+        begin += tl.cdiv(ns[i], OUT) * tl.cdiv(T, TOKENS) if OUT else tl.cdiv(ns[i], out)
+    return w_ptr, y_ptr, n, place, begin
 
 
 @triton.jit
 def _linears_kernel(
-    x_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, y0_ptr, y1_ptr, y2_ptr, y3_ptr, n0, n1, n2, n3, T, out,
-    K: tl.constexpr, MATRICES: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, DOT_STEP: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-    FLOAT_STAGES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, half_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, y0_ptr, y1_ptr, y2_ptr, y3_ptr, n0, n1, n2, n3, T, out,
+    K: tl.constexpr, FLOATS: tl.constexpr, MATRICES: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr,
+    STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DOT_STEP: tl.constexpr, WARPS: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0)
-    p0 = _programs(w0_ptr, n0, T, out, OUT, TOKENS, BLOCK)
-    p1 = p0 + _programs(w1_ptr, n1, T, out, OUT, TOKENS, BLOCK)
-    p2 = p1 + _programs(w2_ptr, n2, T, out, OUT, TOKENS, BLOCK)
-    if at < p0:
-        _one(x_ptr, w0_ptr, y0_ptr, at, n0, T, out,
-             K, OUT, TOKENS, STEP, ROWS, BLOCK, DOT_STEP, WARPS, STAGES, FLOAT_STAGES, PDL)  # fmt: skip
-    elif MATRICES > 1:
-        if at < p1:
-            _one(x_ptr, w1_ptr, y1_ptr, at - p0, n1, T, out,
-                 K, OUT, TOKENS, STEP, ROWS, BLOCK, DOT_STEP, WARPS, STAGES, FLOAT_STAGES, PDL)  # fmt: skip
-        elif MATRICES > 2:
-            if at < p2:
-                _one(x_ptr, w2_ptr, y2_ptr, at - p1, n2, T, out,
-                     K, OUT, TOKENS, STEP, ROWS, BLOCK, DOT_STEP, WARPS, STAGES, FLOAT_STAGES, PDL)  # fmt: skip
-            elif MATRICES > 3:
-                _one(x_ptr, w3_ptr, y3_ptr, at - p2, n3, T, out,
-                     K, OUT, TOKENS, STEP, ROWS, BLOCK, DOT_STEP, WARPS, STAGES, FLOAT_STAGES, PDL)  # fmt: skip
+    """FLOATS float32 matrices first, which take the inputs x, then bfloat16 ones, which take `half`. Those of a dtype
+    share their instructions, for which each processor waits anew."""
+    ws, ys, ns = (w0_ptr, w1_ptr, w2_ptr, w3_ptr), (y0_ptr, y1_ptr, y2_ptr, y3_ptr), (n0, n1, n2, n3)
+    at, floats = tl.program_id(0), 0
+    if FLOATS:
+        w_ptr, y_ptr, n, place, floats = _find(ws, ys, ns, at, T, out, 0, FLOATS, OUT, TOKENS)
+        if at < floats:
+            if BLOCK:
+                inputs_ready(PDL)
+                groups = tl.cdiv(T, TOKENS)
+                start, first = place // groups * OUT, place % groups * TOKENS
+                _sums(x_ptr, w_ptr, y_ptr, start, first, n, T, K, OUT, TOKENS, STEP, FLOAT_STAGES)
+            else:
+                _few_rows(x_ptr, w_ptr, y_ptr, place * OUT, n, T, K, OUT, TOKENS, STEP, PDL)
+    if FLOATS < MATRICES:
+        if at >= floats:
+            each: tl.constexpr = 0 if BLOCK else OUT
+            m_ptr, to_ptr, m, its, _ = _find(ws, ys, ns, at - floats, T, out, FLOATS, MATRICES, each, TOKENS)
+            if BLOCK:
+                inputs_ready(PDL)
+                _dots(half_ptr, m_ptr, to_ptr, its * out, m, T, out, K, ROWS, BLOCK, DOT_STEP, WARPS, STAGES)
+            else:
+                _few_rows(half_ptr, m_ptr, to_ptr, its * OUT, m, T, K, OUT, TOKENS, STEP, PDL)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -207,34 +221,35 @@ class Form(NamedTuple):
         return cdiv(rows, self.OUT) * cdiv(count, self.TOKENS) if is_float or not self.BLOCK else cdiv(rows, self.out)
 
 
-def one_row(width: int) -> Form:
-    """Of one row of inputs: as many weights in each program whatever the width."""
+def few_rows(width: int, count: int) -> Form:
+    """Of up to FEW rows of inputs: as many weights in each program whatever the width."""
     step = min(max(8, triton.next_power_of_2(width)), STEP)
-    return Form(1, OUT * STEP // step, STEP=step)
+    return Form(1, OUT * STEP // step, 1 if count == 1 else FEW, step)
 
 
 @lru_cache
 def more_rows(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: int, processors: int) -> Form:
-    """Of more rows: matrices by their rows and whether they are float32, `count` rows of inputs of x_size bytes each.
+    """Of more rows: matrices by their rows and whether they are float32, `count` rows of inputs, whose elements are of
+    x_size bytes for bfloat16 matrices, and of 4 at most for others.
 
     Programs read all inputs, so larger ones read less altogether, and smaller ones divide it more evenly. What counts
     is a multiprocessor's share of all that is read, or what the busiest one reads if that takes longer.
     """
-    tokens, rows = TOKENS[count > TOKENS[0]], 8 if count <= 8 else MOST_ROWS
+    rows, float_out = 8 if count <= 8 else MOST_ROWS, FLOAT_OUTS[count > TOKENS]
     step, dot_step = min(max(8, triton.next_power_of_2(width)), FLOAT_STEP), DOT_WARPS * DOT_STEP
 
     def form(out: int) -> Form:
         block = next(n for n in BLOCKS if n >= out)
-        made = Form(out, FLOAT_OUT, tokens, step, rows, block, DOT_STEP, DOT_WARPS)
+        made = Form(out, float_out, TOKENS, step, rows, block, DOT_STEP, DOT_WARPS)
         held = HELD[sum(made.programs(w, count) for w in ws) > processors]
         dots = min(MOST_STAGES, held // (dot_step * (2 * block + rows * x_size)), cdiv(width, dot_step))
-        floats = min(MOST_STAGES, held // (step * (4 * FLOAT_OUT + tokens * x_size)), cdiv(width, step))
+        floats = min(MOST_STAGES, held // (4 * step * (float_out + TOKENS)), cdiv(width, step))
         return made._replace(STAGES=1 + dots, FLOAT_STAGES=1 + floats)
 
     def time(form: Form) -> float:
         counts = [form.programs(w, count) for w in ws]
         # Bytes that a program reads in each column.
-        reads = [4 * FLOAT_OUT + tokens * x_size if is_float else 2 * form.out + count * x_size for _, is_float in ws]
+        reads = [4 * (float_out + TOKENS) if is_float else 2 * form.out + count * x_size for _, is_float in ws]
         total = sum(n * read for n, read in zip(counts, reads, strict=True))
         busiest = max(cdiv(sum(counts), processors) * total / sum(counts), *reads)
         return max(total / processors, busiest / ALONE)
@@ -244,25 +259,36 @@ def more_rows(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: 
     return min((f for f in forms if f.BLOCK == BLOCKS[0] or f.STAGES > min(2, cdiv(width, dot_step))), key=time)
 
 
-def _launch(x: Tensor, ws: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    rows = x.flatten(0, -2).contiguous()
+def form_of(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: int, processors: int) -> Form:
+    """Of any number of rows; see `more_rows`."""
+    few = count == 1 or (count <= FEW and any(is_float for _, is_float in ws))
+    return few_rows(width, count) if few else more_rows(ws, width, count, x_size, processors)
+
+
+def _launch(x: Tensor, half: Tensor, ws: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    rows, halves = (t.flatten(0, -2).contiguous() for t in (x, half))
     (count, width), spare, pdl = rows.shape, MOST_MATRICES - len(ws), overlaps(x.device)
-    sizes = tuple((len(w), w.dtype == torch.float32) for w in ws)
-    form = one_row(width) if count == 1 else more_rows(sizes, width, count, x.itemsize, processors(x.device))
+    order = sorted(range(len(ws)), key=lambda i: ws[i].dtype != torch.float32)
+    sizes = tuple((len(ws[i]), ws[i].dtype == torch.float32) for i in order)
+    form = form_of(sizes, width, count, half.itemsize, processors(x.device))
     found = [torch.empty(count, len(w), dtype=dtype or w.dtype, device=x.device) for w in ws]
+    first = order[0]
     _linears_kernel[(sum(form.programs(size, count) for size in sizes),)](
-        rows, *ws, *[ws[0]] * spare, *found, *found[:1] * spare, *map(len, ws), *[0] * spare, count,
-        **form._asdict(), K=width, MATRICES=len(ws),
+        rows, halves, *[ws[i] for i in order], *[ws[first]] * spare,
+        *[found[i] for i in order], *[found[first]] * spare,
+        *[len(ws[i]) for i in order], *[0] * spare, count,
+        **form._asdict(), K=width, FLOATS=sum(is_float for _, is_float in sizes), MATRICES=len(ws),
         PDL=pdl, launch_pdl=pdl, num_warps=form.WARPS,
     )  # fmt: skip
     return [y.unflatten(0, x.shape[:-1]) for y in found]
 
 
-def _library(x: Tensor, w: Weight, dtype: torch.dtype | None) -> Tensor:
+def _library(x: Tensor, w: Weight, dtype: torch.dtype | None, half: Tensor) -> Tensor:
     """The library's product, but for many rows and a float32 matrix. On a CUDA device its sums of bfloat16 products can
     be had as they are."""
     if isinstance(w, Tensor) and not gpu_exact.why_not(x, w):
         return gpu_exact.linear(x, w)
+    x = half if isinstance(w, Tensor) and w.dtype == half.dtype else x
     if isinstance(w, Tensor) and w.is_cuda and w.dtype == torch.bfloat16 and dtype == torch.float32:
         rows = x.to(w.dtype).flatten(0, -2)
         return torch.mm(rows, w.t(), out_dtype=dtype).unflatten(0, x.shape[:-1])
@@ -275,17 +301,21 @@ def by_library(rows: int, w: Tensor) -> bool:
     return rows > 1 and w.dtype == torch.bfloat16 and rows * len(w) >= LIBRARY_OUTPUTS
 
 
-def linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+def linears(
+    x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None, *, rounded: Tensor | tuple[()] = ()
+) -> tuple[Tensor, ...]:
     """pieces.linears, by one launch where `why_not` has nothing to say, but for matrices that are the library's.
 
-    dtype is that of all results, None each matrix's. Sums are in float32 and rounded once.
+    dtype is that of all results, None each matrix's. Sums are in float32 and rounded once. bfloat16 matrices take their
+    inputs as they are `rounded` already, if they are.
     """
+    half = rounded if isinstance(rounded, Tensor) else x
     if why_not(x, ws):
-        return tuple(_library(x, w, dtype) for w in ws)
+        return tuple(_library(x, w, dtype, half) for w in ws)
     rows = x.numel() // x.shape[-1]
     ours = [w for w in ws if isinstance(w, Tensor) and not by_library(rows, w)]
-    found = iter(_launch(x, ours, dtype) if ours else ())
-    return tuple(_library(x, w, dtype) if by_library(rows, w) else next(found) for w in ws)
+    found = iter(_launch(x, half, ours, dtype) if ours else ())
+    return tuple(_library(x, w, dtype, half) if by_library(rows, w) else next(found) for w in ws)
 
 
 def linear(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:
@@ -314,13 +344,16 @@ def _compiled(
     """A launch for the released model on an H200, for a test that compiles it: matrices by their rows and types."""
     spare = ws[:1] * (MOST_MATRICES - len(ws))
     sizes = tuple((rows, kind == "fp32") for rows, kind in ws)
-    form = one_row(width) if count == 1 else more_rows(sizes, width, count, 4 if x == "fp32" else 2, 132)
+    half = "bf16" if "fp32" in [kind for _, kind in ws] else x
+    form = form_of(sizes, width, count, 2 if half == "bf16" else 4, 132)
     scalars = {f"n{n}": "i32" for n in range(MOST_MATRICES)} | ({} if count == 1 else {"T": "i32", "out": "i32"})
-    types = {"x_ptr": f"*{x}", **scalars}
+    types = {"x_ptr": f"*{x}", "half_ptr": f"*{half}", **scalars}
     for n, (_, kind) in enumerate(ws + spare):
         types |= {f"w{n}_ptr": f"*{kind}", f"y{n}_ptr": f"*{result or kind}"}
     constants = {name: value for name, value in form._asdict().items() if name not in scalars}
-    constants |= {"K": width, "MATRICES": len(ws), "PDL": True} | ({"T": 1} if count == 1 else {})
+    constants |= {"K": width, "FLOATS": sum(kind == "fp32" for _, kind in ws), "MATRICES": len(ws), "PDL": True} | (
+        {"T": 1} if count == 1 else {}
+    )
     return _linears_kernel, types, constants, {"num_warps": form.WARPS, "launch_pdl": True}
 
 
@@ -331,7 +364,7 @@ COMPILED = [
         ((8192, "fp32", ((256, "fp32"), (512, "bf16"))), (1, 4, 16)),  # router, squeeze
         ((1024, "bf16", ((8192, "bf16"),)), (1, 4, 16)),
         ((1024, "bf16", ((8192, "bf16"),)), (1, 16), "fp32"),  # to be summed over ranks
-        ((4096, "fp32", ((1024, "bf16"),)), (1, 4, 16)),  # expand
+        ((4096, "bf16", ((1024, "bf16"),)), (1, 4, 16)),  # expand
         ((8192, "fp32", ((25256, "bf16"),)), (1,)),  # head
     )
     for count in counts

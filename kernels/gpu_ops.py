@@ -170,11 +170,13 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch
     return form(y_TRM, weight_TR, norm, eps, dtype)
 
 
-def linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+def linears(
+    x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None, *, rounded: Tensor | tuple[()] = ()
+) -> tuple[Tensor, ...]:
     """pieces.linears. For many rows the library's product is no lesser form: nothing is said of it."""
     if 0 < x.numel() // max(1, x.shape[-1]) <= gpu_linear.MOST_ROWS and (why := gpu_linear.why_not(x, ws)):
         _say("linears", why)
-    return gpu_linear.linears(x, ws, dtype)
+    return gpu_linear.linears(x, ws, dtype, rounded=rounded)
 
 
 def linear(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:

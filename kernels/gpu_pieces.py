@@ -19,6 +19,7 @@ from muse_fn.kernels.norms import Gain, Mix
 from muse_fn.kernels.pieces import Joined
 
 WIDEST = 8192  # columns of a row that the registers of one program hold together with its vectors
+MANY = 1024  # rows from which on it matters how many are under way on a multiprocessor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -58,6 +59,7 @@ def _join_kernel(
     norm,
     h_out,
     a_out,
+    rounded_out,
     h_stride,
     part_stride,
     branch_stride,
@@ -92,6 +94,8 @@ def _join_kernel(
     if HAS_NORM:
         a = s * inverse_rms(s, eps, WIDTH) * factor
         tl.store(a_out + row * WIDTH + cols, rounded(a, a_out.dtype.element_ty), inside)
+        if a_out.dtype.element_ty == tl.float32:
+            tl.store(rounded_out + row * WIDTH + cols, rounded(a, tl.bfloat16), inside)
 
 
 @triton.jit
@@ -151,9 +155,11 @@ def join(
 
     On a device h and the vectors must not be what the kernel just before wrote.
     """
+    as_it_is = norm is None or dtype != torch.float32
     h_rows, parts = _rows(h), rows_in_parts(branch)
     h_out = torch.empty(h.shape, dtype=torch.float32, device=h.device)
     a_out = h_out if norm is None else torch.empty(h.shape, dtype=dtype, device=h.device)
+    also = a_out if as_it_is else torch.empty(h.shape, dtype=torch.bfloat16, device=h.device)
     if h.numel():
         _join_kernel[(len(h_rows),)](
             h_rows,
@@ -163,15 +169,16 @@ def join(
             None if norm is None else norm.factor,
             h_out,
             a_out,
+            also,
             h_rows.stride(0),
             parts.stride(0),
             parts.stride(1),
             post_eps,
             eps,
             **{"HAS_SCALE": scale is not None, "HAS_NORM": norm is not None, "PART": parts.shape[-1]},
-            **_whole(h.device, h.shape[-1]),
+            **_whole(h.device, h.shape[-1], len(h_rows)),
         )
-    return Joined(h_out, a_out)
+    return Joined(h_out, a_out, () if as_it_is else also)
 
 
 def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
@@ -234,10 +241,11 @@ def rows_in_parts(parts: Tensor) -> Tensor:
     return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
-def _whole(device: torch.device, width: int) -> dict[str, Any]:
-    """Settings of a program that holds a row: threads for 16 bytes of bfloat16 each, or twice that."""
+def _whole(device: torch.device, width: int, rows: int = 1) -> dict[str, Any]:
+    """Settings of a program that holds a row: threads for 16 bytes of bfloat16 each, or twice that; of many `rows`
+    more, so that several programs fit on a multiprocessor."""
     block, early = triton.next_power_of_2(width), overlaps(device)
-    warps = min(max(block // 256, 1), 16)
+    warps = min(max(block // 256, 1), 16 if rows < MANY else 8)
     return {"WIDTH": width, "BLOCK": block, "num_warps": warps, "PDL": early, "launch_pdl": early}
 
 
@@ -245,7 +253,7 @@ _JOINED = {"HAS_SCALE": True, "HAS_NORM": True, "WIDTH": 8192, "BLOCK": 8192, "P
 _WHOLE, _EIGHTHS = ({"PART": n, "part_stride": n, "branch_stride": n} for n in (8192, 1024))
 _OF_JOIN = {
     **dict.fromkeys(("h", "branch", "scale", "alpha", "beta", "norm", "h_out"), "*fp32"),
-    **{"a_out": "*bf16", "post_eps": "fp32", "eps": "fp32"},
+    **{"a_out": "*bf16", "rounded_out": "*bf16", "post_eps": "fp32", "eps": "fp32"},
 }
 _OF_NORMED = {"x": "*fp32", "norm": "*fp32", "out": "*bf16", "eps": "fp32"}
 _OF_BLEND = {"y": "*bf16", "weight": "*fp32", "norm": "*fp32", "out": "*fp32", "eps": "fp32"}

@@ -8,7 +8,7 @@ under way; of many all warps share a tile of inputs.
 import triton
 import triton.language as tl
 
-from muse_fn.kernels.gpu import INTERPRETED, dot
+from muse_fn.kernels.gpu import INTERPRETED, dot, inputs_ready
 from muse_fn.kernels.gpu_unpack import NV_SHIFT, SHORT, e8m0, placed_few, placed_many, short_factor, weights
 
 PLAIN, MX, NV = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -74,12 +74,13 @@ def _read(codes_ptr, at, W: tl.constexpr, B: tl.constexpr, AHEAD: tl.constexpr):
 def _sum_few(
     x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K: tl.constexpr, FORMAT: tl.constexpr, LONG: tl.constexpr,
     BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Matrix rows 8 b + l = row[l, 0, b] with the inputs of a tile, each warp its part of the inputs -> float32 [WARPS,
     BN, ROWS], and the largest bytes of scales that each thread met.
 
-    Codes and scales go from memory to registers, a turn ahead: no thread needs what another reads.
+    Codes and scales go from memory to registers, a turn ahead: no thread needs what another reads. The first are on
+    their way before the inputs are there, if they are still to be waited for (PDL).
     """
     PART: tl.constexpr = K // WARPS
     TURNS: tl.constexpr = PART // 128 // AT_ONCE
@@ -92,11 +93,14 @@ def _sum_few(
     x_at = x_ptr + (tl.arange(0, WARPS) * PART)[:, None, None] + x_row.to(tl.int64)[None, None, :] * K + k
     acc = tl.zeros((WARPS, BN, ROWS), tl.float32)
     codes, scales = _read(codes_ptr, codes_at, WARPS, B, AHEAD), tl.load(scales_ptr + scales_at)
+    inputs_ready(PDL)
     high = tl.zeros((4, 8, WARPS, B), tl.int32)
     for turn in tl.range(0, TURNS, num_stages=STAGES):
-        ahead = tl.minimum(turn + 1, TURNS - 1) * AT_ONCE
-        next_codes = _read(codes_ptr, codes_at + ahead * 16, WARPS, B, AHEAD)
-        next_scales = tl.load(scales_ptr + scales_at + ahead)
+        next_codes, next_scales = codes, scales
+        if TURNS > 1:
+            ahead = tl.minimum(turn + 1, TURNS - 1) * AT_ONCE
+            next_codes = _read(codes_ptr, codes_at + ahead * 16, WARPS, B, AHEAD)
+            next_scales = tl.load(scales_ptr + scales_at + ahead)
         even = tl.load(x_at + turn * AT_ONCE * 128, mask=valid[None, None, :], other=0.0)
         odd = tl.load(x_at + turn * AT_ONCE * 128 + 64, mask=valid[None, None, :], other=0.0)
         factor, byte = _factors(scales, WARPS, B, FORMAT, LONG)
@@ -113,18 +117,18 @@ def _sum_few(
 def _product_few(
     x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K: tl.constexpr, FORMAT: tl.constexpr,
     BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sum of all parts, float32 [BN, ROWS]."""
     acc, high = _sum_few(
-        x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, False, BN, ROWS, WARPS, AT_ONCE, AHEAD, STAGES
+        x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, False, BN, ROWS, WARPS, AT_ONCE, AHEAD, STAGES, PDL
     )
     if FORMAT == MX:
         # Scales above 2 are rare in weights; where one is, the tile is done again without the short cut.
         if tl.max(high) > SHORT:
             acc, high = _sum_few(
                 x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, True, BN, ROWS, WARPS, AT_ONCE, AHEAD,
-                STAGES,
+                STAGES, False,
             )  # fmt: skip
     return tl.sum(acc, 0)
 
@@ -154,13 +158,15 @@ def _product_many(
 def packed_product(
     x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K: tl.constexpr, FORMAT: tl.constexpr, FEW: tl.constexpr,
     BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Matrix rows with the inputs of a tile -> float32 [BN, ROWS]: row 8 b + l is row[l, 0, b] of FEW, else they lie as
-    `row_of` says. Rows are int64 [8, 1, BN / 8] of FEW, else [8, WARPS, BN / 8 / WARPS]."""
+    `row_of` says. Rows are int64 [8, 1, BN / 8] of FEW, else [8, WARPS, BN / 8 / WARPS]. If PDL it waits until the inputs
+    are there."""
     if FEW:
         return _product_few(
-            x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, BN, ROWS, WARPS, AT_ONCE, AHEAD, STAGES
+            x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, BN, ROWS, WARPS, AT_ONCE, AHEAD, STAGES, PDL
         )
     else:
+        inputs_ready(PDL)
         return _product_many(x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, BN, ROWS, WARPS, STAGES)

@@ -19,9 +19,15 @@ Elementwise = Callable[[Tensor], Tensor]
 
 
 def linears(
-    x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None, linear: Linear = linear
+    x: Tensor,
+    ws: Sequence[Weight],
+    dtype: torch.dtype | None = None,
+    *,
+    rounded: Tensor | tuple[()] = (),
+    linear: Linear = linear,
 ) -> tuple[Tensor, ...]:
-    """Several products of one input [..., in]: each as `linear`."""
+    """Several products of one input [..., in]: each as `linear`. `rounded` is x in bfloat16, for forms that ask."""
+    del rounded
     return tuple(linear(x, w, dtype) for w in ws)
 
 
@@ -40,6 +46,7 @@ class Joined(NamedTuple):
 
     h: Tensor  # float32 [..., H]
     a: Tensor  # what the next branch starts from: h normed, or h itself where no norm follows
+    rounded: Tensor | tuple[()] = ()  # a float32 `a` in bfloat16 too, if the form made that
 
 
 def join(

@@ -27,7 +27,9 @@ class Linear(Protocol):
 class Linears(Protocol):
     """pieces.linears."""
 
-    def __call__(self, x: Tensor, ws: Sequence[Weight], /, dtype: dtype | None = None) -> tuple[Tensor, ...]: ...
+    def __call__(
+        self, x: Tensor, ws: Sequence[Weight], /, dtype: dtype | None = None, *, rounded: Tensor | tuple[()] = ()
+    ) -> tuple[Tensor, ...]: ...
 
 
 class ExpertRows(Protocol):

@@ -140,7 +140,7 @@ def stage_layers(
     assert first.norm is not None
     a = ops.normed(h_BTH, first.norm, config.rms_norm_eps, first.dtype)
     for i, (p, s) in enumerate(zip(params.layers, every, strict=True)):
-        (h_BTH, a), kv, taken = decoder_layer(p, s, coming[i], Joined(h_BTH, a), kv, i, step, config, ops, mesh)
+        (h_BTH, a, _), kv, taken = decoder_layer(p, s, coming[i], Joined(h_BTH, a), kv, i, step, config, ops, mesh)
         routes.append(taken)
     return Hidden(h_BTH, kv, tuple(routes))
 
@@ -212,10 +212,10 @@ def decoder_layer(
     The stream comes normed for the first branch and leaves normed for what is `coming`.
     """
     post_eps, eps = config.post_norm_eps, config.rms_norm_eps
-    h, a = stream
+    h, a, _ = stream
     b, kv = attention(p.attn, a, kv, layer, step, config, ops, mesh)
-    h, m = ops.join(h, b[None], None, s.attn_gate, s.mlp_norm, post_eps, eps, torch.float32)
-    f, taken = mlp(p.mlp, m, config, ops, mesh, s.moe)
+    h, m, rounded = ops.join(h, b[None], None, s.attn_gate, s.mlp_norm, post_eps, eps, torch.float32)
+    f, taken = mlp(p.mlp, m, config, ops, mesh, s.moe, rounded)
     return ops.join(h, f, s.mlp_post_norm, s.mlp_gate, coming.norm, post_eps, eps, coming.dtype), kv, taken
 
 

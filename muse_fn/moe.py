@@ -35,12 +35,18 @@ class MoEScales(NamedTuple):
 
 
 def moe(
-    p: MoE, m_TH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, s: MoEScales | tuple[()] = ()
+    p: MoE,
+    m_TH: Tensor,
+    config: Config,
+    ops: Ops,
+    mesh: Mesh = ONE,
+    s: MoEScales | tuple[()] = (),
+    rounded_TH: Tensor | tuple[()] = (),
 ) -> tuple[Tensor, Tensor]:
     """The mixture of experts on normed tokens: [T, H] -> its parts [P, T, H / P], one of each rank that expands some
-    columns, and the experts each token took, [T, R]."""
+    columns, and the experts each token took, [T, R]. `rounded_TH` are the tokens in bfloat16, if they are at hand."""
     s = s or MoEScales(gain(p.squeeze_norm), gain(p.experts.norm))
-    logits, squeezed = ops.linears(m_TH, (p.router.weight, p.squeeze))
+    logits, squeezed = ops.linears(m_TH, (p.router.weight, p.squeeze), rounded=rounded_TH)
     factors = config.output_multiplier, config.routed_scaling_factor
     squeezed = stacked(squeezed, mesh, rules_of(mesh).get("squeezed", ()))
     normed = squeezed, s.squeeze_norm, config.rms_norm_eps, p.squeeze.dtype
@@ -59,12 +65,19 @@ def dense(p: Dense, m_TH: Tensor, ops: Ops, mesh: Mesh = ONE) -> Tensor:
 
 
 def mlp(
-    p: MoE | Dense, m_BTH: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, s: MoEScales | tuple[()] = ()
+    p: MoE | Dense,
+    m_BTH: Tensor,
+    config: Config,
+    ops: Ops,
+    mesh: Mesh = ONE,
+    s: MoEScales | tuple[()] = (),
+    rounded_BTH: Tensor | tuple[()] = (),
 ) -> tuple[Tensor, Tensor | tuple[()]]:
     """The MLP branch of a layer before its norm, in parts [P, B, T, H / P], and its routes [B, T, R]; () for a dense
-    layer, which has one part."""
+    layer, which has one part. `rounded_BTH`: see `moe`."""
     tokens, m_TH = m_BTH.shape[:2], m_BTH.flatten(0, 1)
     if isinstance(p, Dense):
         return dense(p, m_TH, ops, mesh).unflatten(0, tokens)[None], ()
-    out, idx_TR = moe(p, m_TH, config, ops, mesh, s)
+    rounded_TH = rounded_BTH.flatten(0, 1) if isinstance(rounded_BTH, Tensor) else ()
+    out, idx_TR = moe(p, m_TH, config, ops, mesh, s, rounded_TH)
     return out.unflatten(1, tokens), idx_TR.unflatten(0, tokens)

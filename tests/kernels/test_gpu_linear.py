@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from muse_fn.kernels import gpu_linear, reference
-from muse_fn.kernels.gpu_linear import MOST_ROWS, linear, linears, more_rows, one_row, why_not
+from muse_fn.kernels.gpu_linear import FEW, MOST_ROWS, few_rows, linear, linears, more_rows, why_not
 from muse_fn.kernels.packed import quantise_mxfp4
 from tests.models import SEEDS, close
 
@@ -69,7 +69,7 @@ def test_float32_results_are_sums_that_nothing_has_rounded(rows: int, kind: torc
     assert torch.equal(linear(x, w, BF16), linear(x, w, F32).to(BF16))
 
 
-@pytest.mark.parametrize("rows", [2, 5, 16])
+@pytest.mark.parametrize("rows", [2, 4, 5, 16])
 def test_a_float32_matrix_is_as_exact_as_the_librarys_product(rows: int) -> None:
     """Of the width that a router has, and with large terms that cancel."""
     x, w = draw(0, rows, 8192), draw(1, 12, 8192) / 90
@@ -80,7 +80,7 @@ def test_a_float32_matrix_is_as_exact_as_the_librarys_product(rows: int) -> None
 
 
 @pytest.mark.usefixtures("small_steps")
-@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("kind", DTYPES)
 def test_nothing_outside_a_matrix_and_the_inputs_is_read(rows: int, kind: torch.dtype) -> None:
     """NaN lies around both."""
@@ -134,7 +134,7 @@ def test_forms_fit_a_multiprocessor(
     assert form.ROWS >= count
     dots = form.WARPS * gpu_linear.DOT_STEP * (form.BLOCK * 2 + form.ROWS * x_size)
     assert (form.STAGES - 1) * dots <= held
-    assert (form.FLOAT_STAGES - 1) * form.STEP * (4 * form.OUT + form.TOKENS * x_size) <= held
+    assert (form.FLOAT_STAGES - 1) * form.STEP * 4 * (form.OUT + form.TOKENS) <= held
     assert min(form.STAGES, form.FLOAT_STAGES) >= 2
 
 
@@ -143,7 +143,9 @@ def test_matrices_are_divided_by_what_is_read() -> None:
     few, many = (more_rows(((rows, False),), 8192, 16, 2, 132).out for rows in (512, 25256))
     assert few < many
     assert more_rows(((2304, False),), 8192, 2, 2, 132).programs((2304, False), 2) >= 132 / gpu_linear.ALONE - 2
-    assert one_row(1024).OUT * 1024 == one_row(8192).OUT * one_row(8192).STEP
+    for count in (1, FEW):
+        narrow, wide = (few_rows(width, count) for width in (1024, 8192))
+        assert narrow.OUT * 1024 == wide.OUT * wide.STEP
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -157,3 +159,15 @@ def test_what_does_not_fit_is_named() -> None:
     assert "float64" in why_not(x.double(), (w,))
     for case in ((torch.zeros(0, 64), w), (torch.zeros(17, 64), w), (x, quantise_mxfp4(w))):
         assert linear(*case, BF16).dtype == BF16, "the library's is asked for the same"
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("rows", [1, 3, 12, 20])
+def test_bfloat16_matrices_take_the_inputs_that_are_rounded_already(rows: int) -> None:
+    x, router, squeeze = draw(0, rows, 96), draw(1, 20, 96), draw(2, 12, 96).to(BF16)
+    expected = linears(x, (squeeze, router))
+    for found, y in zip(linears(x, (squeeze, router), rounded=x.to(BF16)), expected, strict=True):
+        assert torch.equal(found, y)
+    other = linears(x, (squeeze, router), rounded=torch.zeros(rows, 96, dtype=BF16))
+    assert not other[0].any(), "the rounded ones are taken"
+    assert torch.equal(other[1], expected[1]), "and not for a float32 matrix"

@@ -175,8 +175,8 @@ def test_rows_in_parts_mean_what_they_are_beside_each_other(
     beside = torch.cat(list(rows), -1)
     assert torch.equal(whole(rows), beside)
     for x, y in zip(
-        join(*p._replace(branch=rows), 1e-5, 1e-5, torch.bfloat16),
-        join(*p._replace(branch=beside[None]), 1e-5, 1e-5, torch.bfloat16),
+        join(*p._replace(branch=rows), 1e-5, 1e-5, torch.bfloat16)[:2],
+        join(*p._replace(branch=beside[None]), 1e-5, 1e-5, torch.bfloat16)[:2],
         strict=True,
     ):
         assert torch.equal(x, y)
