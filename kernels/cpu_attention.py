@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.cpu_calls import call, compiled, starter, threads
+from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
 from muse_fn.kernels.cpu_linear import GROUP, dots_of_bf16, lay_out, piece
+from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, bf16, exp, f32, i64, inline, narrow
-from muse_fn.kernels.cpu_vectors import LANES, ROWS, claim, in_parallel, weigh, workspace
+from muse_fn.kernels.cpu_vectors import LANES, ROWS, claim, weigh, workspace
 
 MOST_HEADS = 16  # of queries that read one KV head
 WIDEST = 256  # channels of a head
@@ -103,7 +104,7 @@ def _divided(sums, total, heads, groups, out):
 def _attend(a):
     """Arguments: 0 claims, 1 sequences, 2 new positions, 3 KV heads, 4 heads of each, 5 groups of a head's channels, 6
     q, 7 K arena, 8 V arena, 9 blocks, 10 columns of blocks, 11 rows of a block, 12 q positions, 13 k positions, 14
-    window, 15 result, 16 GOMP_parallel, 17 this, 18 threads."""
+    window, 15 result, 16 the helpers' state, 17 this, 18 threads."""
     queries, kv_heads, heads, groups = argument(a, 2), argument(a, 3), argument(a, 4), argument(a, 5)
     columns, size, window, width = argument(a, 10), argument(a, 11), argument(a, 14), argument(a, 5) * GROUP
     stride, scale = kv_heads * width * 2, np.float32(1.0 / math.sqrt(np.float64(width)))
@@ -157,5 +158,5 @@ def attend_blocks(
     shared = threads(batch * queries * kv_heads)
     call(_started, [0, batch, queries, kv_heads, count // kv_heads, width // GROUP, q.data_ptr(), k_arena.data_ptr(),
         v_arena.data_ptr(), blocks.data_ptr(), blocks.shape[1], size, q_pos.data_ptr(), k_pos.data_ptr(), window,
-        out.data_ptr(), starter(), compiled(_attend)[1], shared])  # fmt: skip
+        out.data_ptr(), helpers(shared), compiled(_attend)[1], shared])  # fmt: skip
     return out

@@ -1,15 +1,18 @@
-"""How compiled forms are called on a CPU: addresses in, the work spread over PyTorch's own OpenMP threads.
+"""How compiled forms are called on a CPU: addresses in, the work spread over helping threads.
 
 A form is a function of one address, that of its int64 and float64 arguments. It is compiled when it is first called,
-and kept on disk beside these files or, where that cannot be written, in the user's cache. Threads come from the library
-that PyTorch itself starts them with: a second pool beside it would wait for work on the same processors. They claim
-pieces of work one after another, so that it is done however many there are.
+and kept on disk beside these files or, where that cannot be written, in the user's cache. Its work is claimed piece
+after piece by the caller and by helpers (kernels/cpu_pool.py), as many in all as PyTorch would take.
 """
 
+import atexit
 import ctypes
+import os
 import struct
 import sys
+import time
 import warnings
+from _thread import start_new_thread
 from collections.abc import Callable
 from functools import lru_cache
 from hashlib import sha256
@@ -23,6 +26,8 @@ import torch
 from torch import Tensor
 
 Form = Callable[[int], None]
+# In the order in which kernels/cpu_pool.py finds them.
+POSIX = ("pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait", "pthread_cond_broadcast", "sched_yield")
 
 
 @lru_cache
@@ -37,28 +42,6 @@ def why_not() -> str:
     except Exception as error:  # a Numba of another time may fail in any way: the plain forms stand ready
         return f"Numba cannot be used ({type(error).__name__}: {error})"
     return ""
-
-
-@lru_cache
-def starter() -> int:
-    """The address of GOMP_parallel in the OpenMP library of this process; 0 if none has it, and forms run alone."""
-    for name in (*_libraries(), "libgomp.so.1"):
-        try:
-            return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, ctypes.c_void_p).value or 0
-        except (OSError, AttributeError):
-            continue
-    return 0
-
-
-def _libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """OpenMP libraries that are loaded, or that lie beside PyTorch."""
-    beside = [str(file) for file in sorted((Path(torch.__file__).parent / "lib").glob("lib*omp*"))]
-    try:
-        lines = maps.read_text(errors="replace").splitlines()
-    except OSError:
-        return beside
-    loaded = dict.fromkeys(line.split(maxsplit=5)[-1] for line in lines if "/" in line)
-    return [name for name in loaded if Path(name).name.startswith(("libgomp", "libomp", "libiomp"))] or beside
 
 
 @lru_cache(maxsize=64)
@@ -99,7 +82,62 @@ def call(form: Form, whole: list[int], real: tuple[float, ...] = ()) -> None:
 
 def threads(work: int) -> int:
     """How many threads are to share so many pieces of work: as many as PyTorch would take."""
-    return max(1, min(work, torch.get_num_threads())) if starter() else 1
+    return max(1, min(work, torch.get_num_threads()))
+
+
+def helpers(threads: int) -> int:
+    """The address of the state of this process's helpers, of whom there are then enough for so many threads; 0 for one
+    thread, and where the system has no POSIX threads."""
+    return _helpers().wanted(threads - 1) if threads > 1 else 0
+
+
+class Helpers:
+    """Threads that help (kernels/cpu_pool.py): their state, and as many as were ever wanted at once."""
+
+    def __init__(self) -> None:
+        self._pool: Any = import_module("muse_fn.kernels.cpu_pool")
+        self.state = (ctypes.c_int64 * self._pool.WORDS)()
+        self._address, self._process = ctypes.addressof(self.state), os.getpid()
+        self._count, self._starting = 0, Lock()
+        try:
+            system = ctypes.CDLL(None)
+            functions = [getattr(system, name) for name in POSIX]
+            for name, place in (("pthread_mutex_init", self._pool.MUTEX), ("pthread_cond_init", self._pool.CONDITION)):
+                getattr(system, name)(ctypes.c_void_p(self._address + 8 * place), None)
+        except (OSError, AttributeError, TypeError):
+            self._address = 0
+            return
+        for place, function in enumerate(functions, self._pool.LOCK):
+            self.state[place] = ctypes.cast(function, ctypes.c_void_p).value or 0
+        atexit.register(self.end)  # before the code that they run is gone
+
+    def wanted(self, count: int) -> int:
+        """The address of the state, once there are so many."""
+        if self._count < count and self._address:
+            with self._starting:
+                while self._count < count:
+                    self._count += 1
+                    self.state[self._pool.ALIVE] = self._count
+                    start_new_thread(compiled(self._pool.help_on)[0], (self._address,))
+        return self._address
+
+    def end(self) -> None:
+        """Ends all and waits for them, unless they are those of a process that this one was forked from."""
+        if os.getpid() != self._process:
+            return
+        mutex, condition = (ctypes.c_void_p(self._address + 8 * x) for x in (self._pool.MUTEX, self._pool.CONDITION))
+        lock, unlock, _, wake, _ = (getattr(ctypes.CDLL(None), name) for name in POSIX)
+        self.state[self._pool.ENDING] = 1
+        lock(mutex)
+        wake(condition)
+        unlock(mutex)
+        while self.state[self._pool.ALIVE] > 0:
+            time.sleep(0.001)
+
+
+_helpers = lru_cache(Helpers)
+if hasattr(os, "register_at_fork"):  # threads do not come along
+    os.register_at_fork(after_in_child=_helpers.cache_clear)
 
 
 def address(x: Tensor | None) -> int:

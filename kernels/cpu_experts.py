@@ -9,7 +9,7 @@ What is between the two products is rounded once, as it goes into the second.
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.cpu_calls import call, compiled, starter, threads
+from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
 from muse_fn.kernels.cpu_linear import (
     GROUP,
     dots_of_bf16,
@@ -18,8 +18,9 @@ from muse_fn.kernels.cpu_linear import (
     put,
     spread_row,
 )
+from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, f32, i64, inline, narrow, sigmoid, wide
-from muse_fn.kernels.cpu_vectors import LANES, ROWS, claim, in_parallel, workspace
+from muse_fn.kernels.cpu_vectors import LANES, ROWS, claim, workspace
 from muse_fn.kernels.packed import MXFP4, Weight, logical_shape
 
 UNIT = 16  # rows of a matrix that a thread claims at once
@@ -135,7 +136,7 @@ def _experts(a):
     """Arguments: 0 and 1 claims of rows, 2 experts touched (found here), 3 routes, 4 of each token, 5 experts here, 6
     and 7 groups of the latent and the inner width, 8 whether packed, 9 gate and up, 10 their scales, 11 down, 12 its
     scales, 13 experts of the routes, 14 their order, 15 touched experts, 16 laid out tokens, 17 what is between, 18
-    the result, 19 whether it is float32, 20 tokens, 21 the first expert here, 22 GOMP_parallel, 23 threads, 24 and 25
+    the result, 19 whether it is float32, 20 tokens, 21 the first expert here, 22 the helpers, 23 threads, 24 and 25
     the two halves."""
     count, experts, groups = argument(a, 3), argument(a, 5), argument(a, 6)
     routes, order = i64(argument(a, 13), count), i64(argument(a, 14), count + experts + 1)
@@ -184,6 +185,6 @@ def expert_rows(
     shared = threads(min(count, experts) * (inner // UNIT))
     call(_experts, [0, 0, 0, count, idx_TR.shape[-1], experts, width // GROUP, inner // GROUP, packed, *weights,
         idx_TR.data_ptr(), order, order + 8 * (count + experts + 1), laid, laid + 4 * count * width, out.data_ptr(),
-        out.dtype == torch.float32, u_TM.data_ptr(), first, starter(), shared, compiled(_gate_up)[1],
+        out.dtype == torch.float32, u_TM.data_ptr(), first, helpers(shared), shared, compiled(_gate_up)[1],
         compiled(_down)[1]])  # fmt: skip
     return out

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.cpu_calls import call, compiled, starter, threads
+from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
+from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, bf16, f32, inline, narrow, wide
-from muse_fn.kernels.cpu_vectors import LANES, PIECES, ROWS, claim, in_parallel, spread, tile, workspace
+from muse_fn.kernels.cpu_vectors import LANES, PIECES, ROWS, claim, spread, tile, workspace
 from muse_fn.kernels.packed import MXFP4, Weight
 
 GROUP = 32  # inputs that are read at a time
@@ -176,7 +177,7 @@ def _work(a):
 
 def _products(a):
     """Lays out x and starts `_work`. Arguments: 0 claims, 1 x, 2 whether float32, 3 its rows, 4 groups, 5 and 6 room
-    for it rounded and kept, 7 matrices, 8 units, 9 GOMP_parallel, 10 `_work`, 11 threads, 12 which layouts are needed;
+    for it rounded and kept, 7 matrices, 8 units, 9 the helpers, 10 `_work`, 11 threads, 12 which layouts are needed;
     then for each matrix weights, scales, rows, kind, result, whether that is float32."""
     if argument(a, 12) & 1:
         lay_out(argument(a, 1), argument(a, 2), False, argument(a, 3), argument(a, 4), argument(a, 5))
@@ -207,5 +208,5 @@ def linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None) -
     first, last = room.data_ptr(), room.data_ptr() + (4 * count * width if layouts == 3 else 0)
     shared = threads(units)
     call(_products, [0, x.data_ptr(), x.dtype == torch.float32, count, groups, first, last, len(ws), units,
-        starter(), compiled(_work)[1], shared, layouts, *matrices])  # fmt: skip
+        helpers(shared), compiled(_work)[1], shared, layouts, *matrices])  # fmt: skip
     return tuple(made)

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.cpu_calls import address, call, compiled, starter, threads
+from muse_fn.kernels.cpu_calls import address, call, compiled, helpers, threads
+from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, narrow, real, wide
-from muse_fn.kernels.cpu_vectors import claim, in_parallel
+from muse_fn.kernels.cpu_vectors import claim
 from muse_fn.kernels.norms import Gain, Mix
 from muse_fn.kernels.pieces import ROUTE_EPS, Chosen, Joined, Routes
 
@@ -43,7 +44,7 @@ def rounded_row(row, scale, factor, width, out, is_float):
 
 def _normed(a):
     """Arguments: 0 claims, 1 rows, 2 width, 3 x, 4 whether float32, 5 factor, 6 result, 7 whether float32, 8 room,
-    9 GOMP_parallel, 10 this, 11 threads; then eps."""
+    9 the helpers' state, 10 this, 11 threads; then eps."""
     width, eps = argument(a, 2), real(a, 12)
     kept = f32(argument(a, 8), argument(a, 1) * width)
     while True:
@@ -162,11 +163,11 @@ def shared(form, numbers: list[int], real: tuple[float, ...]) -> None:
     if many == 1:
         call(form, numbers, real)
     else:
-        call(_started, [starter(), compiled(form)[1], many, 0, *numbers], real)
+        call(_started, [helpers(many), compiled(form)[1], many, 0, *numbers], real)
 
 
 def _started(a):
-    """Arguments: GOMP_parallel, the form, threads, 0, then the form's own."""
+    """Arguments: the helpers' state, the form, threads, 0, then the form's own."""
     in_parallel(argument(a, 0), argument(a, 1), a + 32, argument(a, 2))
 
 

@@ -291,24 +291,3 @@ def workspace(context, size):
         return b.ptrtoint(place, _I64)
 
     return types.int64(size), codegen
-
-
-@intrinsic
-def in_parallel(context, starter, form, given, threads):
-    """Calls the function at `form` with `given` on so many threads: here for one, else through `starter`, the address
-    of OpenMP's GOMP_parallel."""
-
-    def codegen(context, b, signature, args):
-        starter, form, given, threads = args
-        anything = _I8.as_pointer()
-        work = ir.FunctionType(ir.VoidType(), [anything]).as_pointer()
-        start = ir.FunctionType(ir.VoidType(), [anything, anything, _I32, _I32]).as_pointer()
-        with b.if_else(b.icmp_signed("<=", threads, _word(1))) as (alone, together):
-            with alone:
-                b.call(b.inttoptr(form, work), [b.inttoptr(given, anything)])
-            with together:
-                words = b.inttoptr(form, anything), b.inttoptr(given, anything), b.trunc(threads, _I32)
-                b.call(b.inttoptr(starter, start), [*words, ir.Constant(_I32, 0)])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen

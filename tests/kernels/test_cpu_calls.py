@@ -1,6 +1,5 @@
 """Calls of compiled forms: why they cannot run, where their code is kept, which threads do the work."""
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -19,11 +18,9 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
     """What is found once is looked for again, here and afterwards."""
-    for found in (cpu_calls.why_not, cpu_calls.starter):
-        found.cache_clear()
+    cpu_calls.why_not.cache_clear()
     yield
-    for found in (cpu_calls.why_not, cpu_calls.starter):
-        found.cache_clear()
+    cpu_calls.why_not.cache_clear()
 
 
 @pytest.mark.usefixtures("asked_anew")
@@ -39,24 +36,16 @@ def test_processors_that_store_the_high_byte_first_have_plain_forms(monkeypatch:
     assert "low byte first" in cpu_calls.why_not()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="which libraries are loaded is read from /proc")
-def test_threads_are_those_of_pytorchs_own_library() -> None:
-    address = cpu_calls.starter()
-    assert address
-    own = [name for name in cpu_calls._libraries() if "torch" in name]  # pyright: ignore[reportPrivateUsage]
-    wanted = ctypes.cast(ctypes.CDLL(own[0]).GOMP_parallel, ctypes.c_void_p).value
-    assert address == wanted
-
-
-@pytest.mark.usefixtures("asked_anew")
-def test_without_a_library_of_threads_forms_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_posix_threads_forms_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = pytest.importorskip("muse_fn.kernels.cpu_linear", reason="Numba is not installed")
     x, w = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(500, 64, dtype=torch.bfloat16)
-    monkeypatch.setattr(cpu_calls.ctypes, "CDLL", lambda name: None)  # pyright: ignore[reportUnknownLambdaType]
-    assert cpu_calls.starter() == 0
+    monkeypatch.setattr(cpu_calls.ctypes, "CDLL", lambda name: object())  # pyright: ignore[reportUnknownLambdaType]
+    alone = cpu_calls.Helpers()
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu_calls, "_helpers", lambda: alone)
     torch.set_num_threads(2)
     try:
-        assert cpu_calls.threads(100) == 1
+        assert cpu_calls.helpers(2) == 0
         assert (linear.linears(x, (w,))[0] == 64).all()
     finally:
         torch.set_num_threads(1)
@@ -69,15 +58,6 @@ def test_no_more_threads_than_work_or_than_pytorch_takes() -> None:
         assert [cpu_calls.threads(work) for work in (0, 1, 2, 100)] == [1, 1, 2, 2]
     finally:
         torch.set_num_threads(1)
-
-
-def test_a_list_of_libraries_is_read_whatever_it_holds(tmp_path: Path) -> None:
-    maps = tmp_path / "maps"
-    maps.write_text("7f-80 r-xp 0 fe:0 12   /a b/libgomp.so.1\n7f-80 rw-p 0 0:0 0\n81-82 r-xp 0 fe:0 9 /x/libc.so\n")
-    assert cpu_calls._libraries(maps) == ["/a b/libgomp.so.1"]  # pyright: ignore[reportPrivateUsage]
-    maps.write_text("")
-    assert all("omp" in Path(name).name for name in cpu_calls._libraries(maps))  # pyright: ignore[reportPrivateUsage]
-    assert cpu_calls._libraries(tmp_path / "none") == cpu_calls._libraries(maps)  # pyright: ignore[reportPrivateUsage]
 
 
 PROGRAM = """
