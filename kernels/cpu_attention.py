@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
-from muse_fn.kernels.cpu_linear import GROUP, dots_of_bf16, lay_out, piece
+from muse_fn.kernels.cpu_linear import GROUP, piece, spread_row
 from muse_fn.kernels.cpu_pool import in_parallel
-from muse_fn.kernels.cpu_scalars import argument, bf16, exp, f32, i64, inline, narrow
-from muse_fn.kernels.cpu_vectors import LANES, ROWS, claim, weigh, workspace
+from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, narrow
+from muse_fn.kernels.cpu_vectors import LANES, ask_for, claim, soften, tile, weigh, workspace
 
 MOST_HEADS = 16  # of queries that read one KV head
 WIDEST = 256  # channels of a head
 STRETCH = 32  # keys that are scored before their values are read
+LOWEST = -3.4e38  # below every score: the first top, from which a sum of nothing is brought to the next
 _w8, _w4, _w2, _w1 = (weigh(m) for m in (8, 4, 2, 1))
+_k16, _k4, _k1 = (tile("bf16", rows, 1) for rows in (LANES, 4, 1))
 
 
 @inline
@@ -37,36 +39,43 @@ def _weigh(m, v, stride, count, p, p_stride, sums, sums_stride):
 
 
 @inline
-def _scores(q, heads, groups, k, stride, count, scale, scores_at, sums_at):
-    """Of `count` keys for each head: [heads, STRETCH]."""
-    scores, sums, j = f32(scores_at, heads * STRETCH), f32(sums_at, LANES), 0
-    while j < count:
-        rows, m = ROWS if j + ROWS <= count else 1, 0
-        while m < heads:
-            size = piece(heads - m)
-            dots_of_bf16(rows, size, k + j * stride, stride, q + m * groups * 4 * GROUP, groups, sums_at)
-            for r in range(rows):
-                for h in range(size):
-                    scores[(m + h) * STRETCH + j + r] = sums[r * size + h] * scale
-            m += size
-        j += rows
+def _scores(q, groups, k, stride, count, scores_at):
+    """Of `count` keys for one head: STRETCH places, what is left of the last 16 is -infinity."""
+    n = 0
+    while n + LANES <= count:
+        _k16(k + n * stride, stride, 0, 0, q, groups, scores_at + n * 4)
+        n += LANES
+    scores = f32(scores_at, STRETCH)
+    while n + 4 <= count:
+        _k4(k + n * stride, stride, 0, 0, q, groups, scores_at + n * 4)
+        n += 4
+    while n < count:
+        _k1(k + n * stride, stride, 0, 0, q, groups, scores_at + n * 4)
+        n += 1
+    while n % LANES:
+        scores[n] = np.float32(-np.inf)
+        n += 1
 
 
 @inline
-def _soften(scores, highest, total, sums, count, width):
-    """Scores of one head -> weights against the highest so far, to which the sums are brought."""
-    top = highest
-    for j in range(count):
-        top = max(top, scores[j]) if scores[j] == scores[j] else scores[j]
-    if top > highest:
-        less = exp(highest - top)
-        total *= less
-        for n in range(width):
-            sums[n] *= less
-    for j in range(count):
-        scores[j] = exp(scores[j] - top)
-        total += scores[j]
-    return top, total
+def _heads(q_at, heads, groups, k, stride, count, scale, scores_at, states_at, sums_at):
+    """Scores and weights of `count` keys for each head, [heads, STRETCH]; sums are brought to the new tops."""
+    for h in range(heads):
+        at, state = scores_at + h * STRETCH * 4, f32(states_at + h * 16, 4)
+        _scores(q_at + h * groups * GROUP * 4, groups, k, stride, count, at)
+        soften(at, (count + LANES - 1) // LANES, scale, states_at + h * 16)
+        if state[2] != np.float32(1.0):
+            sums = f32(sums_at + h * groups * GROUP * 4, groups * GROUP)
+            for n in range(groups * GROUP):
+                sums[n] *= state[2]
+
+
+@inline
+def _ask_for(rows, stride, count, groups):
+    """Has rows of keys or values fetched while others are worked on: a head's lie too far apart to be foreseen."""
+    for n in range(count):
+        for g in range(groups):
+            ask_for(rows + n * stride + g * 64)
 
 
 @inline
@@ -91,35 +100,43 @@ def _values(v, stride, count, heads, groups, scores_at, sums_at):
 
 
 @inline
-def _divided(sums, total, heads, groups, out):
+def _divided(sums, states_at, heads, groups, out):
     """The sums of each head over its total weight, as bfloat16; zeros where no key was seen."""
     for h in range(heads):
-        less = np.float32(0.0) if total[h] == 0 else np.float32(1.0) / total[h]
+        total = f32(states_at + h * 16, 4)[1]
+        less = np.float32(0.0) if total == 0 else np.float32(1.0) / total
         for place in range(h * groups * GROUP, (h + 1) * groups * GROUP, GROUP):
             for lane in range(LANES):
                 out[place + 2 * lane] = narrow(sums[place + lane] * less)
                 out[place + 2 * lane + 1] = narrow(sums[place + LANES + lane] * less)
 
 
+@inline
+def _begin(x, heads, groups, q_at, states_at, sums):
+    """Lays out the queries of the heads; no key has been seen."""
+    for h in range(heads):
+        spread_row(x + h * groups * GROUP * 2, False, groups, q_at + h * groups * GROUP * 4, GROUP * 4)
+        state = f32(states_at + h * 16, 4)
+        state[0], state[1] = np.float32(LOWEST), np.float32(0.0)
+    sums[:] = np.float32(0.0)
+
+
 def _attend(a):
     """Arguments: 0 claims, 1 sequences, 2 new positions, 3 KV heads, 4 heads of each, 5 groups of a head's channels, 6
     q, 7 K arena, 8 V arena, 9 blocks, 10 columns of blocks, 11 rows of a block, 12 q positions, 13 k positions, 14
-    window, 15 result, 16 the helpers' state, 17 this, 18 threads."""
+    window, 15 result, 16 the helpers, 17 this, 18 threads."""
     queries, kv_heads, heads, groups = argument(a, 2), argument(a, 3), argument(a, 4), argument(a, 5)
     columns, size, window, width = argument(a, 10), argument(a, 11), argument(a, 14), argument(a, 5) * GROUP
     stride, scale = kv_heads * width * 2, np.float32(1.0 / math.sqrt(np.float64(width)))
-    q_at, sums_at, scores_at, lanes_at = workspace(16384), workspace(16384), workspace(2048), workspace(64)
-    sums, scores = f32(sums_at, heads * width), f32(scores_at, heads * STRETCH)
-    highest, total = f32(workspace(64), heads), f32(workspace(128), heads)
+    q_at, sums_at, scores_at, states_at = workspace(16384), workspace(16384), workspace(2048), workspace(256)
+    sums = f32(sums_at, heads * width)
     while True:
         unit = claim(a)
         if unit >= argument(a, 1) * queries * kv_heads:
             break
         row, head = unit // kv_heads, unit % kv_heads  # of all sequences' new positions
-        b = row // queries
-        at = i64(argument(a, 12), argument(a, 1) * queries)[row]
-        lay_out(argument(a, 6) + unit * heads * width * 2, False, False, heads, groups, q_at)
-        sums[:], total[:], highest[:] = np.float32(0.0), np.float32(0.0), np.float32(-np.inf)
+        b, at = row // queries, i64(argument(a, 12), argument(a, 1) * queries)[row]
+        _begin(argument(a, 6) + unit * heads * width * 2, heads, groups, q_at, states_at, sums)
         for column in range(b * columns, (b + 1) * columns):
             pos, j = i64(argument(a, 13) + column * size * 8, size), 0
             block = i64(argument(a, 9), argument(a, 1) * columns)[column] * size * stride + head * width * 2
@@ -127,14 +144,14 @@ def _attend(a):
                 count = _stretch(pos, j, size, at, window)
                 if count:
                     k, v = argument(a, 7) + block + j * stride, argument(a, 8) + block + j * stride
-                    _scores(q_at, heads, groups, k, stride, count, scale, scores_at, lanes_at)
-                    for h in range(heads):
-                        highest[h], total[h] = _soften(
-                            scores[h * STRETCH :], highest[h], total[h], sums[h * width :], count, width
-                        )
+                    _ask_for(v, stride, count, groups)
+                    if column + 1 < (b + 1) * columns:
+                        following = i64(argument(a, 9), argument(a, 1) * columns)[column + 1] * size * stride
+                        _ask_for(argument(a, 7) + following + head * width * 2, stride, count, groups)
+                    _heads(q_at, heads, groups, k, stride, count, scale, scores_at, states_at, sums_at)
                     _values(v, stride, count, heads, groups, scores_at, sums_at)
                 j += max(count, 1)
-        _divided(sums, total, heads, groups, bf16(argument(a, 15) + unit * heads * width * 2, heads * width))
+        _divided(sums, states_at, heads, groups, bf16(argument(a, 15) + unit * heads * width * 2, heads * width))
 
 
 def _started(a):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +22,20 @@ from muse_fn.kernels.packed import MXFP4, Weight
 from muse_fn.kernels.pieces import Chosen, Joined
 
 Result = TypeVar("Result")
+
+
+class Most(NamedTuple):
+    """Rows up to which a compiled form is faster than the library's own product."""
+
+    rows: int  # of a product
+    tokens: int  # of experts in bfloat16
+    packed: int  # of experts in MXFP4, which are else unpacked for each product; more would take much memory
+
+
+# A product on matrix units (AMX) overtakes one on vectors early; the first line is measured, the second is careful.
+MOST = {False: Most(64, 256, 512), True: Most(16, 16, 64)}
 logger = logging.getLogger("muse_fn.kernels")
 
-MOST_ROWS = 16  # of a product: beyond these the library's own is as fast
-MOST_TOKENS = 16  # of experts, likewise
 MOST_QUERIES = 4  # new positions of a sequence: each reads the cache anew
 GROUP = 32  # inputs that a product reads at a time
 WIDEST_HEAD = 256
@@ -37,6 +47,11 @@ _PLAIN = _dispatch(Tensor)
 @lru_cache(maxsize=256)
 def _say(operation: str, why: str) -> None:
     logger.info("%s: the plain form is used: %s", operation, why)
+
+
+def most() -> Most:
+    """The bounds on this processor."""
+    return MOST[cpu.has_matrix_units()]
 
 
 @lru_cache
@@ -97,7 +112,7 @@ def linears(
     del rounded
     rows = x.numel() // max(1, x.shape[-1])
     is_ours = any(not isinstance(w, Tensor) or w.dtype == BF16 for w in ws)
-    if not is_ours or not 0 < rows <= MOST_ROWS:
+    if not is_ours or not 0 < rows <= most().rows:
         return pieces.linears(x, ws, dtype, linear=cpu.linear)
     if why := _why_no_product(x, ws, dtype):
         _say("linears", why)
@@ -188,7 +203,7 @@ def expert_rows(
     arranged: Tensor | tuple[()] | None = None,
 ) -> Tensor:
     """reference.expert_rows."""
-    few = u_TM.dtype == BF16 and len(u_TM) <= MOST_TOKENS
+    few = u_TM.dtype == BF16 and len(u_TM) <= (most().tokens if isinstance(down_EMF, Tensor) else most().packed)
     why = _why_no_experts(u_TM, idx_TR, gate_up_EFM, down_EMF, dtype or u_TM.dtype) if few else ""
     if why:
         _say("expert_rows", why)

@@ -195,6 +195,64 @@ def weigh(pieces):
     return intrinsic(typed)
 
 
+def _exp(b, x):
+    """e^x lane by lane, as cpu_scalars.exp."""
+
+    def every(value):
+        return ir.Constant(_FLOATS, [value] * LANES)
+
+    def either(condition, one, other):
+        return b.select(b.fcmp_ordered(condition, x, every(one)), every(one), other)
+
+    inside = either(">", 88.0, either("<", -87.3, x))
+    n = b.fsub(_fma(b, inside, every(1.44269504), every(12582912.0)), every(12582912.0))
+    r = _fma(b, n, every(2.12194440e-4), _fma(b, n, every(-0.693359375), inside))
+    p = every(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = _fma(b, p, r, every(factor))
+    p = b.fadd(_fma(b, b.fmul(p, r), r, r), every(1.0))
+    power = b.bitcast(b.shl(b.add(b.fptosi(n, _WORDS), _words(127)), _words(23)), _FLOATS)
+    found = b.select(b.fcmp_ordered("<", x, every(-87.3)), every(0.0), b.fmul(p, power))
+    return b.select(b.fcmp_unordered("uno", x, x), x, found)
+
+
+@intrinsic
+def soften(context, scores, groups, scale, state):
+    """Scores in `groups` times 16 places become weights e^(score * scale - top). `state` is three float32: the top so
+    far, which becomes that of these scores too, the sum of weights so far, which is brought to the new top and grows by
+    these, and the factor by which it was brought there. A score that is no number leaves no sum."""
+
+    def codegen(context, b, signature, args):
+        scores, groups, scale, state = args
+        scale, before, total = _splat(b, scale), _load(b, state, _F32), _load(b, _plus(b, state, 4), _F32)
+
+        def scaled(n):
+            return b.fmul(_load(b, _plus(b, scores, b.mul(n, _word(64))), _FLOATS), scale)
+
+        def highest(n, found):
+            values = scaled(n)
+            return [b.select(b.fcmp_ordered(">", values, found[0]), values, found[0])]
+
+        (tops,) = _loop(b, groups, [_splat(b, before)], highest)
+        top = b.call(_external(b, "llvm.vector.reduce.fmax.v16f32", _F32, _FLOATS), [tops])
+        tops = _splat(b, top)
+
+        def weighed(n, found):
+            weights = _exp(b, b.fsub(scaled(n), tops))
+            _store(b, weights, _plus(b, scores, b.mul(n, _word(64))))
+            return [b.fadd(weights, found[0])]
+
+        (sums,) = _loop(b, groups, [ir.Constant(_FLOATS, [0.0] * LANES)], weighed)
+        less = b.extract_element(_exp(b, b.fsub(_splat(b, before), tops)), ir.Constant(_I32, 0))
+        whole = b.extract_element(_sums(b, [sums]), ir.Constant(_I32, 0))
+        _store(b, top, state)
+        _store(b, b.fadd(b.fmul(total, less), whole), _plus(b, state, 4))
+        _store(b, less, _plus(b, state, 8))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), codegen
+
+
 @intrinsic
 def spread(context, source, target):
     """32 bfloat16 -> 32 float32: the even ones, then the odd ones."""
@@ -275,6 +333,17 @@ def bits_of(context, value):
         return b.bitcast(args[0], _I32)
 
     return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def ask_for(context, address):
+    """Has the 64 bytes around an address fetched, for later; there need not be any."""
+
+    def codegen(context, b, signature, args):
+        _prefetch(b, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 @intrinsic

@@ -96,10 +96,13 @@ def test_in_float32_none_is_and_bits_are_as_before(compiled: Ops, taken: list[st
 
 
 def test_rows_beyond_few_and_other_formats_are_left_to_plain_forms(compiled: Ops, taken: list[str]) -> None:
-    x, w = draw(0, cpu_ops.MOST_ROWS + 1, 64), draw(1, 5, 64)
+    x, w = draw(0, cpu_ops.most().rows + 1, 64), draw(1, 5, 64)
     assert torch.equal(compiled.linear(x, w), cpu.linear(x, w))
     packed = quantise_nvfp4(draw(1, 5, 64, dtype=FLOAT))
     assert torch.equal(compiled.linear(x[:2], packed), cpu.linear(x[:2], packed))
+    u, many = draw(7, cpu_ops.most().tokens + 1, 64), (draw(8, 2, 64, 64), draw(9, 2, 64, 32))
+    idx = torch.arange(len(u))[:, None] % 2
+    assert torch.equal(compiled.expert_rows(u, idx, *many), cpu.expert_rows(u, idx, *many))
     odd = draw(2, 3, 40), draw(3, 5, 40)
     assert torch.equal(compiled.linear(*odd), cpu.linear(*odd))
     view = draw(4, 64, 5).t()
@@ -107,6 +110,18 @@ def test_rows_beyond_few_and_other_formats_are_left_to_plain_forms(compiled: Ops
     idx, experts = torch.tensor([[0], [1]]), [draw(5, 2, 24, 64), draw(6, 2, 64, 12)]
     assert torch.equal(compiled.expert_rows(x[:2], idx, *experts), cpu.expert_rows(x[:2], idx, *experts))
     assert not taken
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+def test_matrix_units_take_over_early(
+    has_units: bool, compiled: Ops, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "has_matrix_units", lambda: has_units)
+    experts, x = (draw(1, 2, 64, 64), draw(2, 2, 64, 32)), draw(0, 40, 64)
+    compiled.linear(x, experts[0][0])
+    compiled.expert_rows(x, torch.zeros(40, 1, dtype=torch.int64), *experts)
+    compiled.expert_rows(x, torch.zeros(40, 1, dtype=torch.int64), *(quantise_mxfp4(w.float()) for w in experts))
+    assert taken == (["cpu_experts"] if has_units else ["cpu_linear", "cpu_experts", "cpu_experts"])
 
 
 def test_packed_experts_are_taken_as_they_are(compiled: Ops, taken: list[str]) -> None:
