@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from muse_fn.kernels.select import select
 from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
 from muse_fn.params.config import Config
 from muse_fn.params.quantise import quantise_experts
@@ -205,6 +206,7 @@ def read_rate() -> float:
     probes: list[Callable[[], Tensor]] = [
         lambda: F.linear(big, few),
         lambda: torch.mv(big, few[0]),
+        lambda: select(big.device).linear(few[:1], big),
         lambda: big.view(torch.float32).sum(),
     ]
     return max(big.nbytes / seconds(probe) for probe in probes for _ in range(5))
@@ -245,24 +247,35 @@ def measure(model: Any, params: Params, config: Config, case: Case, args: argpar
 
 
 def packed_lines(params: Params, config: Config, args: argparse.Namespace) -> Iterator[str]:
-    """Decode steps with experts in MXFP4, packed and unpacked while loading, beside those in bfloat16, in turn."""
+    """Decode steps and prefill with experts in MXFP4, packed and unpacked while loading, beside those in bfloat16, in
+    turn."""
     packed = quantise_experts(params, config)
     values = named(packed)
     plain = {leaf.path: unpacked(leaf, values[leaf.path], BF16) for leaf in leaves(config)}
     forms = {"bfloat16": params, "packed": packed, "unpacked": from_named(sparse_layers(config), plain)}
-    yield "Experts in MXFP4, milliseconds of a decode step (median):"
+    yield "Experts in MXFP4, milliseconds of a prefill and of a decode step (median):"
+    tokens = torch.randint(2, config.vocab_size, (1, args.context), generator=torch.Generator().manual_seed(1))
+    spent: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(args.repeats + 1):  # the first warms up
+        for name, tree in forms.items():
+            spent[name].append(seconds(partial(our_prefill, tree, tokens, config, args.steps)))
+    yield f"prefill: {told(spent)}."
     for batch in (1, 8):
         tokens = torch.randint(2, config.vocab_size, (batch, args.context), generator=torch.Generator().manual_seed(1))
         begun = {name: our_prefill(tree, tokens, config, args.steps) for name, tree in forms.items()}
-        spent: dict[str, list[float]] = {name: [] for name in forms}
-        for _ in range(args.repeats + 1):  # the first warms up
+        spent = {name: [] for name in forms}
+        for _ in range(args.repeats + 1):
             for name, tree in forms.items():
                 first, kv, view = copy.deepcopy(begun[name])
                 token = first.argmax(-1, keepdim=True)
                 run = partial(our_decode, tree, config, token, kv, view, args.steps)
                 spent[name].append(seconds(run) / args.steps)
-        told = ", ".join(f"{name} {statistics.median(times[1:]) * 1e3:.1f}" for name, times in spent.items())
-        yield f"batch {batch}: {told}."
+        yield f"batch {batch}: {told(spent)}."
+
+
+def told(spent: dict[str, list[float]]) -> str:
+    """Medians in milliseconds, without the first of each."""
+    return ", ".join(f"{name} {statistics.median(times[1:]) * 1e3:.1f}" for name, times in spent.items())
 
 
 HEADER = (

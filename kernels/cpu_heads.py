@@ -134,7 +134,7 @@ def place(
 def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float) -> Tensor:
     """pieces.gated in bfloat16."""
     o, gate = o_BTND.contiguous(), gate_BTF.contiguous()
-    out = torch.empty(gate.shape, dtype=o.dtype)
+    out = torch.empty_like(gate)
     shared(_gated, [0, o.shape[0] * o.shape[1], o.shape[2], o.shape[3], o.data_ptr(), gate.data_ptr(),
         out.data_ptr()], (eps,))  # fmt: skip
     return out

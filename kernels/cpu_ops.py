@@ -64,17 +64,22 @@ def _why_not(*tensors: Tensor) -> str:
     """Why no compiled form can take these tensors, whatever their dtypes."""
     if why := cpu_calls.why_not():
         return why
-    if any(_dispatch(type(x)) is not _PLAIN or x.device.type != "cpu" for x in tensors):
-        return "a tensor is not a plain one on the CPU"
+    for x in tensors:  # each look counts: there are sixty calls a step
+        if not x.is_cpu or (type(x) is not Tensor and _dispatch(type(x)) is not _PLAIN):
+            return "a tensor is not a plain one on the CPU"
+        if not x.numel():
+            return "a tensor is empty"
     if watcher() is None and torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue]
         return "a mode of PyTorch's dispatch is on, which would not see it"
-    return "" if all(x.numel() for x in tensors) else "a tensor is empty"
+    return ""
 
 
 def _of(dtype: torch.dtype, *tensors: Tensor) -> str:
     """Why not for tensors that have to be of one dtype."""
-    found = {str(x.dtype) for x in tensors if x.dtype != dtype}
-    return f"{', '.join(sorted(found))} where it takes {dtype}" if found else ""
+    for x in tensors:
+        if x.dtype is not dtype:
+            return f"{x.dtype} where it takes {dtype}"
+    return ""
 
 
 def _either(
@@ -227,9 +232,10 @@ def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
 
 def _why_no_vectors(width: int, *vectors: Tensor) -> str:
     """Why not for vectors that act on rows of this width."""
-    if any(x.shape != (width,) or not x.is_contiguous() for x in vectors):
-        return "a vector is not of the width of the rows, or a view of another tensor"
-    return _of(FLOAT, *vectors)
+    for x in vectors:
+        if x.dim() != 1 or x.numel() != width or x.dtype is not FLOAT or not x.is_contiguous():
+            return "a vector that is not float32, not of the width of the rows, or a view of another tensor"
+    return ""
 
 
 @one_op

@@ -174,9 +174,9 @@ def _started(a):
 def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
     """pieces.normed for x in float32 or bfloat16 [..., W]."""
     x, width = x.contiguous(), x.shape[-1]
-    out = torch.empty(x.shape, dtype=dtype)
+    out = torch.empty_like(x, dtype=dtype)
     is_float = x.dtype == torch.float32
-    room = out if is_float else torch.empty(x.shape, dtype=torch.float32)
+    room = out if is_float else torch.empty_like(x, dtype=torch.float32)
     shared(_normed, [0, x.numel() // width, width, x.data_ptr(), is_float, norm.factor.data_ptr(), out.data_ptr(),
         dtype == torch.float32, room.data_ptr(), 0, 0, 0], (eps,))  # fmt: skip
     return out
@@ -194,8 +194,8 @@ def join(
 ) -> Joined:
     """pieces.join for h in float32 and a branch in bfloat16 of one part."""
     h, branch, width = h.contiguous(), branch.contiguous(), h.shape[-1]
-    new = torch.empty(h.shape, dtype=torch.float32)
-    a = new if norm is None else torch.empty(h.shape, dtype=dtype)
+    new = torch.empty_like(h)
+    a = new if norm is None else torch.empty_like(h, dtype=dtype)
     vectors = [address(x) for x in (scale and scale.factor, mix.alpha, mix.beta, norm and norm.factor)]
     shared(_join, [0, h.numel() // width, width, h.data_ptr(), branch.data_ptr(), *vectors, new.data_ptr(),
         a.data_ptr(), a.dtype == torch.float32], (post_eps, eps))  # fmt: skip

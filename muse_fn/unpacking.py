@@ -1,15 +1,19 @@
 """Whether packed experts stay packed: the rule of `load(quantize="auto")`.
 
-On a CPU a packed matrix is unpacked for every product, which takes longer than reading it plain. So it is unpacked
+Devices whose kernels multiply packed matrices keep them. So does a CPU whose compiled forms do (kernels/cpu_ops.py):
+MXFP4 beside bfloat16, where they were measured to be as fast as with unpacked ones, without matrix units. Elsewhere on
+a CPU a packed matrix is unpacked for every product, which takes longer than reading it plain. There it is unpacked
 once, while it is read, if all that is loaded then takes at most half of the memory that the machine has to give.
-Devices whose kernels multiply packed matrices keep them.
 """
 
 import math
+from collections.abc import Set
 from pathlib import Path
 
 import torch
 
+from muse_fn.kernels.cpu import has_matrix_units
+from muse_fn.kernels.select import why_no_numba
 from muse_fn.params.checkpoint import Checkpoint, parts_of
 from muse_fn.params.quantise import to_node
 from muse_fn.params.schema import Leaf
@@ -26,8 +30,17 @@ def is_better_unpacked(
     """Whether what this rank reads of a checkpoint is to be unpacked on the way, by the rule above."""
     if torch.device(device).type != "cpu" or all(plan.format.node == "plain" for plan in checkpoint.plans):
         return False
+    if is_multiplied_packed({plan.format.node for plan in checkpoint.plans}, dtype):
+        return False
     available = available_memory()
     return available is not None and bytes_unpacked(checkpoint, share, dtype) <= SHARE * available
+
+
+def is_multiplied_packed(nodes: Set[str], dtype: torch.dtype | None) -> bool:
+    """Whether matrices in these formats, beside plain ones in `dtype`, None standing for bfloat16, are multiplied as
+    they are on this CPU, and no slower than unpacked ones."""
+    has_forms = not why_no_numba() and not has_matrix_units()
+    return has_forms and nodes <= {"plain", "mxfp4"} and dtype in (None, torch.bfloat16)
 
 
 def bytes_unpacked(checkpoint: Checkpoint, share: Share, dtype: torch.dtype | None) -> int:

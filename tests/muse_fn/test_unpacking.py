@@ -59,8 +59,14 @@ def test_the_bytes_are_known_beforehand(tmp_path: Path, mesh: Mesh, dtype: torch
     assert bytes_unpacked(open_checkpoint(tmp_path), share, dtype) == held(params)
 
 
+def absent() -> str:
+    """Why there are no compiled forms."""
+    return "Numba is not installed"
+
+
 def test_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the memory available must hold it, on a CPU; elsewhere, or where nothing is packed, nothing changes."""
+    monkeypatch.setattr(unpacking, "why_no_numba", absent)
     write(tmp_path / "packed", "quark-mxfp4", WIDE)
     write(tmp_path / "plain", "bf16", WIDE)
     share, dtype = share_of(WIDE, ONE), torch.bfloat16
@@ -75,6 +81,33 @@ def test_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found = load(tmp_path / "packed", dtype=dtype, quantize="auto").params
         assert equal(found, load(tmp_path / "packed", dtype=dtype, quantize="none" if better else None).params)
         assert equal(load(tmp_path / "plain", quantize="auto").params, load(tmp_path / "plain").params)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "has_forms", "has_units", "better"),
+    [
+        ("quark-mxfp4", torch.bfloat16, True, False, False),
+        ("quark-mxfp4", None, True, False, False),
+        ("quark-mxfp4", torch.float32, True, False, True),
+        ("quark-mxfp4", torch.bfloat16, False, False, True),
+        ("quark-mxfp4", torch.bfloat16, True, True, True),
+        ("nvfp4", torch.bfloat16, True, False, True),
+    ],
+)
+def test_what_compiled_forms_multiply_as_it_is_stays_packed(
+    form: str,
+    dtype: torch.dtype | None,
+    has_forms: bool,
+    has_units: bool,
+    better: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unpacking, "why_no_numba", lambda: "" if has_forms else absent())
+    monkeypatch.setattr(unpacking, "has_matrix_units", lambda: has_units)
+    memory(monkeypatch, tmp_path, f"MemAvailable: {2**40} kB\n")
+    write(tmp_path / "packed", form, WIDE)
+    assert is_better_unpacked(open_checkpoint(tmp_path / "packed"), share_of(WIDE, ONE), "cpu", dtype) is better
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 5 kB\n", "MemAvailable: much\n"])
