@@ -2,6 +2,8 @@
 
 A kernel launched with `launch_pdl` may start while the one before it still runs: weights, and what the kernel before
 that one wrote, it may read at once, everything else after `inputs_ready`, which each calls once.
+
+Sizes that change from step to step are not specialised: a server would wait for the compiler at each new one.
 """
 
 # pyright: basic

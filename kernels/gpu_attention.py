@@ -85,7 +85,7 @@ def _seen_tiles(k_pos, tile, step, tiles, S, oldest, newest, TILE: tl.constexpr,
     return first, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["T"])
 def _split_kernel(
     q, k, v, table, q_pos, k_pos, out, sums, T, S, splits, q_b, q_t, q_n,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
@@ -154,7 +154,7 @@ def leave(out, sums, row, split, splits, real, mine, d, acc, top, total, D: tl.c
         tl.store(out + row[:, None] * D + d[None, :], o.to(out.dtype.element_ty), mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
     parts, sums, out, splits,
     D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
@@ -195,8 +195,10 @@ def options(device: torch.device, **constants: Any) -> dict[str, Any]:
 
 
 def split_count(programs: int, rows: int, width: int, most: int, device: torch.device, each: int = PROGRAMS) -> int:
-    """Into how many the keys of each of so many programs are cut, `most` at most, for `each` of them on a processor; the
-    parts of all `rows` take WORKSPACE bytes at most."""
+    """Into how many the keys of each of so many programs are cut, `most` at most, for `each` of them on a processor.
+
+    The parts of all `rows` take WORKSPACE bytes at most.
+    """
     wanted = each * processors(device) // max(programs, 1)
     return max(1, min(wanted, most, WORKSPACE // max(4 * rows * (width + 2), 1)))
 

@@ -41,7 +41,7 @@ def _product(a, b, acc):
     return tl.dot(a, b, acc, input_precision="ieee" if INTERPRETED else "tf32")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _exact_kernel(
     x_ptr, high_ptr, low_ptr, y_ptr, T, N, K: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,

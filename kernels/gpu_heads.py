@@ -116,7 +116,7 @@ def _placed(
     _store(out, row, head, there, low, high, dtype, COUNT, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _heads_kernel(
     q, k, v, cos, sin, q_out, k_out, v_out, rows, R, q_row, k_row, v_row, qk_scale, eps,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr,
@@ -139,7 +139,7 @@ def _heads_kernel(
                 D, HALF, False, False, True)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "T"])
 def _gated_kernel(
     o, gate, out, R, o_b, o_t, o_n, T, gate_row, eps,
     COUNT: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,

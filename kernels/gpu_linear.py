@@ -164,7 +164,7 @@ def _find(
     return w_ptr, y_ptr, n, place, begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "out"])
 def _linears_kernel(
     x_ptr, half_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, y0_ptr, y1_ptr, y2_ptr, y3_ptr, n0, n1, n2, n3, T, out,
     K: tl.constexpr, FLOATS: tl.constexpr, MATRICES: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr,

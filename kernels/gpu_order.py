@@ -48,7 +48,7 @@ def _write_tiles(
         tl.store(count_ptr + at, tl.minimum(count - number * ROWS, ROWS), mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _order_kernel(
     idx_ptr, order_ptr, expert_ptr, start_ptr, count_ptr, P, E, first,
     PP: tl.constexpr, EE: tl.constexpr, CC: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,

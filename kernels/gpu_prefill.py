@@ -43,7 +43,7 @@ def why_not(q_BTND: Tensor, k: Tensor, v: Tensor) -> str:
     return why_no_tiles(q_BTND, k, v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "tiles"])
 def _bounds_kernel(k_pos, bounds, S, tiles, TILE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr):
     """Of each tile of keys: lowest and highest position, and -1 if a place is empty, else the lowest again."""
     inputs_ready(PDL)
@@ -130,7 +130,7 @@ def _run(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "B", "columns", "tiles", "splits"])
 def _prefill_kernel(
     q, k, v, table, q_pos, k_pos, bounds, out, sums, T, S, B, columns, tiles, splits,
     q_b, q_t, q_n, k_block, k_row, k_head, v_block, v_row, v_head,

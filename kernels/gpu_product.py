@@ -161,8 +161,8 @@ def packed_product(
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Matrix rows with the inputs of a tile -> float32 [BN, ROWS]: row 8 b + l is row[l, 0, b] of FEW, else they lie as
-    `row_of` says. Rows are int64 [8, 1, BN / 8] of FEW, else [8, WARPS, BN / 8 / WARPS]. If PDL it waits until the inputs
-    are there."""
+    `row_of` says. Rows are int64 [8, 1, BN / 8] of FEW, else [8, WARPS, BN / 8 / WARPS]. If PDL it waits for the
+    inputs."""
     if FEW:
         return _product_few(
             x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, BN, ROWS, WARPS, AT_ONCE, AHEAD, STAGES, PDL

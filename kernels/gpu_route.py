@@ -92,7 +92,7 @@ def _norm(
         tl.store(arranged + token * WIDTH + cols, tl.reshape(v, (COLUMNS,)), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _choose_kernel(
     logits, bias, idx, weight, squeezed, norm, u, arranged,
     T, stride, multiplier, factor, part_stride, squeezed_stride, eps,

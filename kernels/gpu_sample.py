@@ -76,7 +76,7 @@ def _largest(x, ids):
 
 
 @triton.jit
-def _masked(logits, allowed, row, stride, allowed_stride, cols, here, HAS_MASK: tl.constexpr):
+def masked(logits, allowed, row, stride, allowed_stride, cols, here, HAS_MASK: tl.constexpr):
     """A row's logits at these columns as they are, and with -inf where they are not allowed or not there."""
     x = tl.load(logits + row * stride + cols, here, 0.0)
     kept = here
@@ -116,7 +116,7 @@ def _tops_kernel(
     cols = block * WIDTH + tl.arange(0, WIDTH)
     here = cols < COLUMNS
     inputs_ready(PDL)
-    x, kept = _masked(logits, allowed, row, stride, allowed_stride, cols, here, HAS_MASK)
+    x, kept = masked(logits, allowed, row, stride, allowed_stride, cols, here, HAS_MASK)
     bad = tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, 0)
     out += row * tl.num_programs(1) + block
     _leave(out, plane, kept, cols + start, here)
@@ -132,14 +132,14 @@ def _leave(out, plane, x, ids, here):
 
 
 @triton.jit
-def _parts(found, row, rank_stride, COUNT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr):
+def parts(found, row, rank_stride, COUNT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr):
     """Where the blocks of a row lie, of all ranks, and which of PARTS places there are."""
     i = tl.arange(0, PARTS)
     return found + i // COUNT * rank_stride + row * COUNT + i % COUNT, i < RANKS * COUNT
 
 
 @triton.jit
-def _best(at, plane, there):
+def best(at, plane, there):
     """The largest value that these blocks found and its lowest id."""
     value = tl.load(at, there, 0).to(tl.float32, bitcast=True)
     return _largest(tl.where(there, value, -float("inf")), tl.load(at + plane, there, _NONE))
@@ -173,9 +173,9 @@ def _draw_kernel(
     cols = block * WIDTH - ODD + tl.arange(0, WIDTH)
     here = (cols >= 0) & (cols < COLUMNS)
     inputs_ready(PDL)
-    _, x = _masked(logits, allowed, row, stride, allowed_stride, cols, here, HAS_MASK)
-    at, there = _parts(tops, row, rank_stride, COUNT, RANKS, PARTS)
-    top, _ = _best(at, plane, there)
+    _, x = masked(logits, allowed, row, stride, allowed_stride, cols, here, HAS_MASK)
+    at, there = parts(tops, row, rank_stride, COUNT, RANKS, PARTS)
+    top, _ = best(at, plane, there)
     t = tl.load(temperature + row)
     k0, k1 = _key(keys, row)
     k0, k1 = threefry(k0, k1, tl.load(pos + row).to(tl.uint32))
@@ -202,11 +202,11 @@ def _tokens_kernel(
 ):
     inputs_ready(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at, there = _parts(tops, row, tops_stride, COUNT, RANKS, PARTS)
-    _, greedy = _best(at, plane, there)
+    at, there = parts(tops, row, tops_stride, COUNT, RANKS, PARTS)
+    _, greedy = best(at, plane, there)
     bad = tl.max(tl.load(at + 2 * plane, there, 0), 0)
-    at, there = _parts(drawn, row, drawn_stride, COUNT, RANKS, PARTS)
-    _, token = _best(at, plane, there)
+    at, there = parts(drawn, row, drawn_stride, COUNT, RANKS, PARTS)
+    _, token = best(at, plane, there)
     token = tl.where(tl.load(temperature + row) > 0, token, greedy)
     if HAS_GOING:
         bad = tl.where(tl.load(going + row) != 0, bad, 1)
@@ -230,7 +230,7 @@ def tops(logits_BV: Tensor, start: int = 0, allowed: Tensor | None = None) -> Te
 
     Ids that are False in `allowed` (bool [V] or [B, V], of these columns) count as -inf.
     """
-    (logits, mask), constants = _rows_of(logits_BV, allowed)
+    (logits, mask), constants = rows_of(logits_BV, allowed)
     rows, count = len(logits), blocks(logits_BV)
     out = torch.empty(3, rows, count, dtype=torch.int32, device=logits.device)
     if rows:
@@ -256,7 +256,7 @@ def draw(
     The top is the largest of the row in `tops` of all P ranks. Keys int32 [B, 2] are folded with the positions,
     integers [B]; a temperature of 0 counts as 1. `start` and `allowed` as of `tops`.
     """
-    (logits, mask), constants = _rows_of(logits_BV, allowed)
+    (logits, mask), constants = rows_of(logits_BV, allowed)
     out = torch.empty(2, *tops_P3BC.shape[2:], dtype=torch.int32, device=logits.device)
     rows, count = out.shape[1:]
     if rows:
@@ -297,7 +297,7 @@ def why_not(logits_BV: Tensor, allowed: Tensor | None = None) -> str:
     return ""
 
 
-def _rows_of(logits_BV: Tensor, allowed: Tensor | None) -> tuple[tuple[Tensor, Tensor | None], dict[str, Any]]:
+def rows_of(logits_BV: Tensor, allowed: Tensor | None) -> tuple[tuple[Tensor, Tensor | None], dict[str, Any]]:
     """Logits and mask with adjacent columns, and what kernels are compiled for."""
     if allowed is not None:
         allowed = allowed.expand(logits_BV.shape)

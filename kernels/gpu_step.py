@@ -45,7 +45,7 @@ def _context(
         tl.store(pos + c[:, None] * SIZE + i, tl.where(seen, p, -1), (c < columns)[:, None] & (i < SIZE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "width", "columns", "most"])
 def _locate_kernel(
     table, past, count, count_out, write, blocks, pos, blocks_seen, pos_seen, batch, width, columns, most,
     GROUPS: tl.constexpr, WHOLE: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, EVERY: tl.constexpr,
@@ -76,7 +76,7 @@ def _locate_kernel(
                  columns, WINDOW, SIZE, WITHIN, TILE)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "count"])
 def _embedding_kernel(table, ids, out, first, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < WIDTH
@@ -96,7 +96,7 @@ def _tanh(x):
     return tl.where(s < 0.0625, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _capped_kernel(z, out, count, multiplier, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inputs_ready(PDL)

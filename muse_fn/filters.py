@@ -6,6 +6,9 @@ numbers, so that no order of summation matters; the last token within the limit 
 and of each digit the ranks only exchange a histogram.
 """
 
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,3 +60,30 @@ def within(rank_BV: Tensor, weight_BV: Tensor, limit_B: Tensor, mesh: Mesh = ONE
     lower_ids = stacked(ties.sum(-1, keepdim=True), mesh, STAGE)[: mesh.index(STAGE)].sum(0)
     before = ties.cumsum(-1) - ties + lower_ids + above_B1
     return (rank_BV > last_B1) | ((rank_BV == last_B1) & (before < limit_B1))
+
+
+def keep_by_kernels(
+    logits_BV: Tensor,
+    allowed: Tensor | None,
+    tops_P3BC: Tensor,
+    temperature_B: Tensor,
+    limits: tuple[Tensor, Tensor, Tensor],
+    mesh: Mesh = ONE,
+) -> Tensor:
+    """`keep` by kernels/gpu_filter.py, on logits as they are: float32 [B, V], or this rank's share, and -inf where
+    top_k, top_p and min_p [B] keep nothing or `allowed` is False.
+
+    `tops` are gpu_sample.tops of all ranks. Probabilities may differ from those of `keep` in their last bit.
+    """
+    form: Any = import_module("muse_fn.kernels.gpu_filter")
+    rows = form.rows_of(logits_BV, allowed, tops_P3BC, temperature_B)
+    top_k_B, top_p_B, min_p_B = limits
+
+    def answered(limit_B: Tensor, share_B: Tensor | None, first: Any) -> Any:
+        state = form.question(limit_B)
+        for shift in range(32 - DIGIT, -1, -DIGIT):
+            state = form.pick(psum(form.count(rows, state, shift, first), mesh, STAGE), state, shift, share_B)
+        return form.Answer(state, stacked(form.ties(rows, state, first), mesh, STAGE), mesh.index(STAGE))
+
+    first = answered(top_k_B, None, None)
+    return form.keep(rows, first, answered(torch.zeros_like(top_k_B), top_p_B, first), top_p_B, min_p_B)

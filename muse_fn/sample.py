@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.filters import keep
+from muse_fn.filters import keep, keep_by_kernels
 from muse_fn.kernels.select import why_no_triton
 from muse_fn.sharding.collectives import psum, stacked
 from muse_fn.sharding.mesh import ONE, STAGE, Mesh
@@ -127,10 +127,13 @@ def sample(
     width = logits_BV.shape[-1]
     start = mesh.index(STAGE) * width
     allowed = None if allowed_V is None else allowed_V[..., start : start + width]
-    if not (filtered or why_no_triton(logits_BV.device) or (form := _triton_form()).why_not(logits_BV, allowed)):
+    if not (why_no_triton(logits_BV.device) or (form := _triton_form()).why_not(logits_BV, allowed)):
         # What each rank found in the blocks of its share goes to all.
         tops = drawn = stacked(form.tops(logits_BV, start, allowed), mesh, STAGE)
         if not greedy:
+            if filtered:
+                limits = draw.top_k_B, draw.top_p_B, draw.min_p_B
+                logits_BV, allowed = keep_by_kernels(logits_BV, allowed, tops, draw.temperature_B, limits, mesh), None
             own = form.draw(logits_BV, tops, draw.temperature_B, draw.key_B, pos_B, start, allowed)
             drawn = stacked(own, mesh, STAGE)
         return form.tokens(tops, drawn, draw.temperature_B, going_B)

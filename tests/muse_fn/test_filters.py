@@ -1,13 +1,21 @@
 """Filters by counting: against a sort, on ties and extremes, and split over ranks with the same bits."""
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muse_fn.filters import keep, ordered, within
-from muse_fn.sharding.mesh import Mesh
+from muse_fn import sample as sample_module
+from muse_fn.filters import keep, keep_by_kernels, ordered, within
+from muse_fn.kernels import gpu_filter, gpu_sample
+from muse_fn.sample import Sampling, draws, sample
+from muse_fn.sharding.collectives import stacked
+from muse_fn.sharding.mesh import STAGE, Mesh
 from muse_fn.sharding.simulated import simulate
 from tests.models import SEEDS
 
@@ -108,3 +116,79 @@ def test_order_of_numbers_is_the_order_of_floats() -> None:
 def test_within_counts_what_ranks_before(limit: int, kept: list[int]) -> None:
     rank, weight = torch.tensor([[9, 5, 5, 7]]), torch.tensor([[4, 2, 3, 1]])
     assert within(rank, weight, torch.tensor([limit]))[0].nonzero()[:, 0].tolist() == sorted(kept)
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter knows one kernel at a time, and ranks are threads here."""
+    lock = threading.Lock()
+
+    def guarded(form: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **names: Any) -> Any:
+            with lock:
+                return form(*args, **names)
+
+        return call
+
+    for module, names in ((gpu_filter, ("count", "pick", "ties", "keep")), (gpu_sample, ("tops",))):
+        for name in names:
+            monkeypatch.setattr(module, name, guarded(getattr(module, name)))
+
+
+def by_kernels(
+    x: Tensor, temperature: Tensor, given_limits: tuple[Tensor, ...], mesh: Mesh, allowed: Tensor | None = None
+) -> Tensor:
+    """Of all ranks, each with its share, in Triton's interpreter."""
+    each = x.shape[1] // mesh.ranks
+
+    def run(m: Mesh) -> Tensor:
+        start = m.rank * each
+        own, mask = x[:, start : start + each], None if allowed is None else allowed[..., start : start + each]
+        tops = stacked(gpu_sample.tops(own, start, mask), m, STAGE)
+        top_k, top_p, min_p = given_limits
+        return keep_by_kernels(own, mask, tops, temperature, (top_k, top_p, min_p), m)
+
+    return torch.cat(simulate(mesh, run), -1)
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, where numbers overflow
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SEEDS, st.integers(1, 4), st.integers(1, 30), st.sampled_from([Mesh(), Mesh(1, 2), Mesh(2, 2)]), st.booleans())
+def test_kernels_keep_the_same(seed: int, rows: int, each: int, mesh: Mesh, some: bool) -> None:
+    x, given_limits = values(seed, rows, each * mesh.ranks), limits(seed, rows, each * mesh.ranks)
+    draw = torch.Generator().manual_seed(seed + 2)
+    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0])[torch.randint(0, 4, (rows,), generator=draw)]
+    allowed = (torch.rand(x.shape, generator=draw) < 0.7) | (x == 0) if some else None
+    shown = x if allowed is None else x.masked_fill(~allowed, -INF)
+    scaled = shown / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    expected = shown.masked_fill(keep(scaled, *given_limits) == -INF, -INF)
+    assert torch.equal(by_kernels(x + 3.0, temperature, given_limits, mesh, allowed), expected + 3.0)
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(1, 2)])
+def test_kernels_count_over_blocks(mesh: Mesh) -> None:
+    """More ids than a program takes, most of them equal: what is kept ends within one of the later blocks."""
+    size = 2 * gpu_sample.BLOCK + 4
+    x = torch.full((3, size), -1.0)
+    x[:, 7], x[:, -3:] = 0.0, -0.5
+    most = torch.tensor([gpu_sample.BLOCK + 50, size, 3])
+    given_limits = most, torch.tensor([1.0, 0.6, 1.0]), torch.zeros(3)
+    found = by_kernels(x, torch.ones(3), given_limits, mesh)
+    assert torch.equal(found, keep(x, *given_limits))
+    assert (found > -INF).sum(-1).tolist()[::2] == [gpu_sample.BLOCK + 50, 3]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@given(SEEDS, st.integers(1, 4), st.integers(2, 40))
+def test_tokens_drawn_by_kernels_are_the_same(seed: int, rows: int, vocab: int) -> None:
+    x, (top_k, top_p, min_p) = values(seed, rows, vocab), limits(seed, rows, vocab)
+    settings_of = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    each = [Sampling(0.8 * (n % 2), k, p, m, seed + n) for n, (k, p, m) in enumerate(settings_of)]
+    x, drawn, pos = x.nan_to_num(neginf=-1e30), draws(each, vocab), torch.arange(rows)
+    expected = sample(x, drawn, pos)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_module, "why_no_triton", lambda where: "")  # pyright: ignore[reportUnknownLambdaType]
+        assert torch.equal(sample(x, drawn, pos), expected)
