@@ -173,7 +173,7 @@ def tokens_of_one(cards: Cards) -> list[list[int]]:
     """The tokens of rank 0 alone, on every rank."""
     alone = greedy_eagerly(embedded(ONE, cards.device)[0], ONE) if cards.mesh.rank == 0 else None
     told = None if alone is None else json.dumps(alone).encode()
-    return json.loads(tell_all(told, cards.mesh, cards.device))
+    return json.loads(tell_all(told, cards.mesh))
 
 
 def differing(cards: Cards, expected: list[list[int]]) -> dict[str, list[int]]:

@@ -10,6 +10,7 @@ from muse_fn.batch import Batch, Runner, blocks_needed, open_batch
 from muse_fn.captured_decode import DecodeSteps, Progress, capture_decode
 from muse_fn.generation import BLOCK
 from muse_fn.kvcache.cache import KVCache, blocks_for
+from muse_fn.serve.rehearsal import rehearse
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ def open_cache(runner: Runner, settings: EngineSettings) -> Batch:
 def capture_steps(
     runner: Runner, kv: KVCache, settings: EngineSettings, allowed_V: Tensor | None, progress: Progress | None = None
 ) -> tuple[DecodeSteps, KVCache]:
-    """Decode steps for up to all rows and the longest sequence. Consumes `kv`."""
+    """Decode steps for up to all rows and the longest sequence. On a card every kind of step is run before, so that
+    their kernels are compiled. Consumes `kv`."""
+    if runner.device.type == "cuda":
+        kv = rehearse(runner, kv, settings.rows, settings.block_size, allowed_V)
     return capture_decode(
         runner.params,
         kv,

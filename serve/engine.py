@@ -267,9 +267,8 @@ class ModelEngine:
 
     async def _announce(self, orders: Orders | None) -> None:
         """In the thread, as all that ranks do together."""
-        mesh, device = self.runner.mesh, self.runner.device
-        if mesh.ranks > 1:
-            await asyncio.get_running_loop().run_in_executor(self._thread, announce, orders, mesh, device)
+        if self.runner.mesh.ranks > 1:
+            await asyncio.get_running_loop().run_in_executor(self._thread, announce, orders, self.runner.mesh)
 
     def _budget(self) -> Budget:
         chosen = self.settings
@@ -292,7 +291,7 @@ class ModelEngine:
         scorings = tuple(scoring_of(lives[s.name].job, s.start, len(s.tokens)) for s in work.reads)
         try:
             orders = Orders(work.reads, work.decodes, tuple(d.rule() for d in drawing), scorings)
-            announce(orders, self.runner.mesh, self.runner.device)
+            announce(orders, self.runner.mesh)
             if self._captured is not None and fits(self._captured, orders):
                 self.metrics.replayed()
             found, self._kv = run(self.runner, self._kv, orders, self.allowed_V, self._captured)

@@ -3,7 +3,6 @@
 import pickle
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from muse_fn.batch import Runner
@@ -16,17 +15,17 @@ from muse_fn.sharding.mesh import Mesh
 NOTHING = Orders((), (), (), ())  # a sign of life: a collective that nobody joins for long is an error
 
 
-def announce(orders: Orders | None, mesh: Mesh, device: torch.device) -> None:
+def announce(orders: Orders | None, mesh: Mesh) -> None:
     """The first rank tells the others what comes next; None: nothing, they may go."""
     if mesh.ranks > 1:
-        tell_all(pickle.dumps(orders), mesh, device)
+        tell_all(pickle.dumps(orders), mesh)
 
 
 def follow(runner: Runner, kv: KVCache, allowed_V: Tensor | None, captured: DecodeSteps | None = None) -> None:
     """What every other rank does until it is told to go. Consumes `kv`."""
     while True:
         # What the first rank of this very program wrote; ranks trust each other with their memory anyway.
-        orders = cast("Orders | None", pickle.loads(tell_all(None, runner.mesh, runner.device)))
+        orders = cast("Orders | None", pickle.loads(tell_all(None, runner.mesh)))
         if orders is None:
             return
         if orders != NOTHING:

@@ -16,6 +16,7 @@ from muse_fn.batch import Runner, blocks_needed
 from muse_fn.generation import BLOCK, allowed_ids
 from muse_fn.kernels.select import INVARIANT
 from muse_fn.kvcache.cache import bytes_per_block
+from muse_fn.load import Model
 from muse_fn.params.tree import sample_tensor
 from muse_fn.serve import logs
 from muse_fn.serve.capacity import EngineSettings, capture_steps, open_cache
@@ -97,6 +98,8 @@ def serve(
     logs.configure(_level(log_level), log_json)
     if (tls_cert is None) != (tls_key is None):
         raise ValueError("--tls-cert and --tls-key: both or neither must be given")
+    if capture and deterministic:
+        raise ValueError("--capture and --deterministic: only one can be had, as the latter reads values on the host")
     keys = _keys(api_key)
     dtype = dtype or (Dtype.bfloat16 if random_weights else Dtype.float32)
     opened, place = open_on_mesh(mesh, model, device, dtype, quantize, quiet=False, is_random=random_weights)
@@ -110,7 +113,7 @@ def serve(
     stored = None if kv is None else KV_DTYPES[kv]
     blocks = blocks_that_fit(runner, rows, cache_gib, block_size, stored)
     settings = EngineSettings(rows, chunk, blocks, block_size, stored, queue, share=share)
-    captures = runner.device.type == "cuda" if capture is None else capture
+    captures = runner.device.type == "cuda" and not deterministic if capture is None else capture
     if is_speaker(place):
         listening = Listening(
             _name(name, model, random_weights),
@@ -130,10 +133,15 @@ def serve(
         sys.exit(code)
     for number in (signal.SIGTERM, signal.SIGINT):  # the first rank drains, and says when to go
         signal.signal(number, signal.SIG_IGN)
+    _go_along(opened, runner, settings, captures)
+    leave()
+
+
+def _go_along(opened: Model, runner: Runner, settings: EngineSettings, captures: bool) -> None:
+    """What the ranks but the first do until they are told to go; their captured steps end with it."""
     allowed, cache = allowed_ids(opened, runner.device), open_cache(runner, settings).kv
     captured, cache = capture_steps(runner, cache, settings, allowed) if captures else (None, cache)
     follow(runner, cache, allowed, captured)
-    leave()
 
 
 def _name(given: str | None, model: Path | None, is_random: bool) -> str:

@@ -5,6 +5,7 @@ process per rank), and `simulated.py` (threads of one process). Along axes of on
 Gradients do not pass through the ranks of a mesh.
 """
 
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from muse_fn.sharding.mesh import MOST_RANKS, Axes, Link, Mesh, MeshError
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
+# What processes tell each other goes through gloo on any device: it does not wait for what the device still computes.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "hpu": "cpu:gloo,hpu:hccl"}
 # The operations themselves: their Python wrapper imports sympy at the first call and doubles the host's part of each.
 _ops: Any = torch.ops._c10d_functional
 TIMEOUT = timedelta(minutes=10)  # the longest that ranks may be apart, loading included
@@ -54,14 +56,14 @@ def broadcast(x: Tensor, mesh: Mesh, axes: Axes, index: int) -> Tensor:
     return link_of(mesh).broadcast(x.contiguous(), peers[index], peers)
 
 
-def tell_all(data: bytes | None, mesh: Mesh, device: torch.device) -> bytes:
-    """What rank 0 gives, on every rank; the others give None. All ranks of the mesh call it."""
+def tell_all(data: bytes | None, mesh: Mesh) -> bytes:
+    """What rank 0 gives, on every rank; the others give None. All ranks of the mesh call it; no device takes part."""
     link, peers = link_of(mesh), tuple(range(mesh.ranks))
-    size = link.broadcast(torch.tensor([len(data or b"")], device=device), 0, peers)
+    size = link.broadcast(torch.tensor([len(data or b"")]), 0, peers)
     mine = torch.empty(int(size), dtype=torch.uint8)
     if data is not None:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return link.broadcast(mine.to(device), 0, peers).cpu().numpy().tobytes()
+    return link.broadcast(mine, 0, peers).numpy().tobytes()
 
 
 def hand_on(x: Tensor | None, mesh: Mesh, into: Tensor | None) -> Tensor | None:
@@ -197,6 +199,10 @@ def join(mesh: Mesh, device: str | torch.device = "cpu") -> Mesh:
 
 
 def leave() -> None:
-    """Ends the membership that `join` began. No rank may wait for this one any more."""
+    """Ends the membership that `join` began. No rank may wait for this one any more.
+
+    Captured steps must be gone: NCCL does not end while a CUDA graph has collectives of the group in it.
+    """
     if dist.is_initialized():
+        gc.collect()  # what refers to itself may still hold such a graph
         dist.destroy_process_group()

@@ -52,6 +52,51 @@ def quiet(pulse: float) -> tuple[str, ...]:
     return "-c", program
 
 
+CHECKED = """
+import gc
+from muse_fn.captured_decode import DecodeSteps
+from muse_fn.serve import serving
+from muse_fn.serve.__main__ import main
+leave = serving.leave
+def checked():
+    gc.collect()
+    held = [one for one in gc.get_objects() if isinstance(one, DecodeSteps)]
+    print(len(held), "captured steps are held", file=__import__("sys").stderr, flush=True)
+    leave()
+serving.leave = checked
+main()
+"""
+
+
+def ranks_apart(stack: ExitStack, *words: str, program: Words) -> list[Command]:
+    """Two ranks as torchrun would start them."""
+    from muse_fn.serve.launch import free_port, rank_environment
+
+    port, ranks = free_port(), list[Command]()
+    for rank in range(2):
+        environment = rank_environment(rank, 2, port)
+        ranks.append(stack.enter_context(commanded(*words, *MESH, environment=environment, program=program)))
+    return ranks
+
+
+def end(ranks: list[Command]) -> list[int]:
+    """As a terminal or a container does; the first decides."""
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGTERM)
+    return [rank.ends() for rank in ranks]
+
+
+def test_no_captured_step_outlives_the_server(small: Words) -> None:
+    """NCCL would not end while a graph has its collectives."""
+    with ExitStack() as stack:
+        plain = [word for word in small if word != "--deterministic"]
+        ranks = ranks_apart(stack, *plain, "--capture", "--rows", "2", program=("-c", CHECKED))
+        said(chat(ranks[0].address()))
+        assert end(ranks) == [0, 0]
+        for rank in ranks:
+            assert "\n0 captured steps are held\n" in rank.text
+
+
 def test_two_ranks_answer_as_one_and_end_together(small: Words) -> None:
     with commanded(*small) as one, commanded(*small, *MESH) as two:
         urls = one.address(), two.address()
@@ -117,19 +162,11 @@ def test_a_port_in_use_is_one_error_of_the_first_rank(small: Words) -> None:
 
 def test_quiet_times_longer_than_the_pulse_break_nothing(small: Words) -> None:
     """Ranks as torchrun would start them, so that the first has a pulse of its own."""
-    from muse_fn.serve.launch import free_port, rank_environment
-
-    port = free_port()
     with ExitStack() as stack:
-        ranks: list[Command] = []
-        for rank in range(2):
-            environment = rank_environment(rank, 2, port)
-            ranks.append(stack.enter_context(commanded(*small, *MESH, environment=environment, program=quiet(0.01))))
+        ranks = ranks_apart(stack, *small, program=quiet(0.01))
         url = ranks[0].address()
         first = said(chat(url))
         for _ in range(3):
             threading.Event().wait(0.3)  # some thirty signs of life
             assert said(chat(url)) == first
-        ranks[0].process.send_signal(signal.SIGTERM)
-        ranks[1].process.send_signal(signal.SIGTERM)  # as a terminal or a container does; the first decides
-        assert [command.ends() for command in ranks] == [0, 0]
+        assert end(ranks) == [0, 0]

@@ -121,6 +121,7 @@ def test_every_option_has_the_kind_of_its_annotation() -> None:
         (("--api-key", ""), "--api-key: must not be empty"),
         (("--api-key", "a", "--api-key", " , "), "--api-key: must not be empty"),
         (("--tls-cert", "a.pem"), "--tls-cert and --tls-key: both or neither must be given"),
+        (("--capture", "--deterministic"), "--capture and --deterministic: only one can be had"),
         (("--tls-cert", "/none.pem", "--tls-key", "/none.pem"), "--tls-cert /none.pem --tls-key /none.pem: must be a"),
         (("--log-level", "loud"), "--log-level loud: must be one of debug, info, warning, error"),
         (("--host", "nowhere.invalid"), "--host nowhere.invalid --port 0: cannot be listened on"),
