@@ -20,195 +20,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from kernel_checks import CHECKS, differences, rules
+from operands import (
+    BF16,
+    BLOCK,
+    CUDA,
+    EPS,
+    EXPERTS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    LATENT,
+    TOP_K,
+    mxfp4,
+    randn,
+    routes,
+)
 
-from muse_fn.kernels import gpu_ops, pieces, reference
+from muse_fn.kernels import gpu_ops, reference
 from muse_fn.kernels.norms import Gain, Mix, rotary_angles
-from muse_fn.kernels.packed import MXFP4, NVFP4, Weight
-from muse_fn.kernels.pieces import Chosen
-from muse_fn.sample import Sampling, draws, sample
-
-HIDDEN, LATENT, INNER, EXPERTS, TOP_K = 8192, 4096, 1024, 128, 8
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 2, 64, 128
-BF16, EPS = torch.bfloat16, 1e-5
-CUDA = torch.device("cuda")
-EXACT, ROUNDED = 1e-5, 2**-6  # bounds, relative to the largest: float32 results, and those rounded to bfloat16
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-    """Normal numbers on the device."""
-    return (torch.randn(shape, device=CUDA) * scale).to(dtype)
-
-
-def mxfp4(*shape: int, low: int = 116, high: int = 120) -> MXFP4:
-    """Random codes, and scales 2^(low - 127) to 2^(high - 127)."""
-    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=CUDA)
-    scales = torch.randint(low, high + 1, (*shape[:-1], shape[-1] // 32), dtype=torch.uint8, device=CUDA)
-    return MXFP4(codes, scales)
-
-
-def nvfp4(*shape: int, parts: int = 1) -> NVFP4:
-    """Random codes and scales."""
-    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=CUDA)
-    scales = (torch.rand(*shape[:-1], shape[-1] // 16, device=CUDA) * 400).to(torch.float8_e4m3fn)
-    return NVFP4(codes, scales, torch.rand(shape[0], parts, device=CUDA) * 1e-4)
-
-
-def routes(tokens: int, experts: int = EXPERTS, seed: int = 0) -> Tensor:
-    """Half of each token's experts are here, all different; the others are on another rank."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for _ in range(tokens):
-        here = torch.randperm(experts, generator=generator)[: TOP_K // 2]
-        rows.append(torch.cat([here, torch.full((TOP_K - len(here),), -1)])[torch.randperm(TOP_K, generator=generator)])
-    return torch.stack(rows).to(CUDA)
-
-
-class Check(NamedTuple):
-    """A form and its meaning on the same inputs."""
-
-    name: str
-    found: Callable[[], Sequence[Tensor]]
-    wanted: Callable[[], Sequence[Tensor]]
-    bound: float
-
-
-def expert_checks() -> Iterator[Check]:
-    """Formats, numbers of tokens, one expert taking all, none here, scales at the ends of their range."""
-    forms: dict[str, Callable[[], tuple[Weight, Weight]]] = {
-        "MXFP4": lambda: (mxfp4(8, 2 * INNER, LATENT), mxfp4(8, LATENT, INNER)),
-        "MXFP4, smallest scales": lambda: (mxfp4(8, 2 * INNER, LATENT, low=0, high=2), mxfp4(8, LATENT, INNER)),
-        "MXFP4, large scales": lambda: (mxfp4(8, 2 * INNER, LATENT, low=180, high=220), mxfp4(8, LATENT, INNER)),
-        "NVFP4": lambda: (nvfp4(8, 2 * INNER, LATENT, parts=2), nvfp4(8, LATENT, INNER)),
-        "bfloat16": lambda: (randn(8, 2 * INNER, LATENT, dtype=BF16, scale=0.02), randn(8, LATENT, INNER, dtype=BF16)),
-    }
-    # The reference gathers a matrix for every route: of a few tokens only.
-    size = {"MXFP4, smallest scales": 2.0**110, "MXFP4, large scales": 2.0**-90}
-    for form, make in forms.items():
-        gate_up, down = make()
-        exact = [w.float() if isinstance(w, Tensor) else w for w in (gate_up, down)]
-        for tokens in (1, 2, 5, 40, 300):
-            u = randn(tokens, LATENT, dtype=BF16, scale=size.get(form, 1.0))
-            for kind, idx in (
-                ("spread", routes(tokens, 8)),
-                ("one takes all", torch.full((tokens, 1), 3, device=CUDA)),
-                ("none here", torch.full((tokens, 2), 9, device=CUDA)),
-            ):
-                yield Check(
-                    f"experts, {form}, {tokens} tokens, {kind}",
-                    lambda u=u, idx=idx, w=(gate_up, down): [gpu_ops.expert_rows(u, idx, *w)[:4].float()],
-                    lambda u=u, idx=idx, w=exact: [reference.expert_rows(u[:4].float(), idx[:4], *w)],
-                    ROUNDED,
-                )
-
-
-def piece_checks() -> Iterator[Check]:
-    """What stands between products."""
-    gain, scale = Gain(torch.rand(HIDDEN, device=CUDA)), Gain(torch.rand(HIDDEN, device=CUDA) + 0.5)
-    mix, small = Mix(*torch.rand(2, HIDDEN, device=CUDA)), Gain(torch.rand(LATENT, device=CUDA) + 0.5)
-    for tokens in (1, 3, 64, 4096):
-        h, branch = randn(1, tokens, HIDDEN), randn(8, 1, tokens, HIDDEN // 8, dtype=BF16)
-        for name, args, bound in (
-            ("join, float32", (h, branch, None, mix, gain, EPS, EPS, torch.float32), EXACT),
-            ("join, bfloat16", (h, branch, scale, mix, gain, EPS, EPS, BF16), ROUNDED),
-            ("join, no norm", (h, branch, scale, mix, None, EPS, EPS, BF16), EXACT),
-        ):
-            yield Check(f"{name}, {tokens}", partial(gpu_ops.join, *args), partial(pieces.join, *args), bound)
-        rows, weight = randn(tokens, TOP_K, LATENT, dtype=BF16), torch.rand(tokens, TOP_K, device=CUDA)
-        yield Check(
-            f"blend, {tokens}",
-            lambda y=rows, w=weight: [gpu_ops.blend(y, w, small, EPS, torch.float32)],
-            lambda y=rows, w=weight: [pieces.blend(y, w, small, EPS, torch.float32)],
-            EXACT,
-        )
-        q, k, v = (randn(1, tokens, n * HEAD_DIM, dtype=BF16) for n in (HEADS, KV_HEADS, KV_HEADS))
-        pos = torch.arange(tokens, device=CUDA)[None] + 7
-        for rotary in (rotary_angles(pos, HEAD_DIM, 5e5), None):
-            for dtype in (BF16, torch.float8_e4m3fn):
-                args = (q, k, v, rotary, dtype, pos.flatten())
-                yield Check(f"place, {dtype}, {tokens}", partial(placed, gpu_ops.place, *args),
-                            partial(placed, pieces.place, *args), 2**-3 if dtype != BF16 else ROUNDED)  # fmt: skip
-        o, gate = randn(1, tokens, HEADS, HEAD_DIM, dtype=BF16), randn(1, tokens, HEADS * HEAD_DIM, dtype=BF16)
-        yield Check(
-            f"gated, {tokens}",
-            lambda o=o, g=gate: [gpu_ops.gated(o, g, EPS, BF16)],
-            lambda o=o, g=gate: [pieces.gated(o, g, EPS, BF16)],
-            ROUNDED,
-        )
-        args = (randn(tokens, 256), randn(256, scale=0.1), TOP_K, 1.0, 2.5, randn(8, tokens, LATENT // 8, dtype=BF16))
-        for what, bound in (("routes", EXACT), ("u", ROUNDED)):
-            yield Check(f"choose, {what}, {tokens}", partial(chosen_by, gpu_ops.choose, what, *args, small, EPS, BF16),
-                        partial(chosen_by, pieces.choose, what, *args, small, EPS, BF16), bound)  # fmt: skip
-
-
-def chosen_by(form: Callable[..., Chosen], what: str, *args: object) -> list[Tensor]:
-    """The routes, or what goes into the experts."""
-    found = form(*args)
-    return [x.float() for x in found.routes] if what == "routes" else [found.u_TM]
-
-
-def placed(form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, rotary: object, dtype: torch.dtype,
-           rows: Tensor) -> list[Tensor]:  # fmt: skip
-    """Queries, and arenas after a write."""
-    arenas = [torch.zeros(len(rows) // 16 + 3, 16, KV_HEADS, HEAD_DIM, device=CUDA).to(dtype) for _ in "kv"]
-    out = form(q, k, v, rotary, 1.3, EPS, *arenas, rows)
-    return [x.float() for x in (out, *arenas)]
-
-
-def attention_checks() -> Iterator[Check]:
-    """Few queries and many, ragged sequences, windows, blocks in any order, what lies in block 0 never seen."""
-    cases = ((1, 1, 16, 0), (3, 1, 40, 2048), (2, 4, 50, 100), (1, 300, 40, 0), (1, 2048, 32, 2048), (2, 500, 20, 200))
-    for batch, new, columns, window in cases:
-        for dtype in (BF16, torch.float32, torch.float8_e4m3fn):
-            keys, shape = columns * BLOCK, (batch * columns + 1, BLOCK, KV_HEADS, HEAD_DIM)
-            arenas = [torch.randn(shape, device=CUDA).to(dtype) for _ in "kv"]
-            if dtype != torch.float8_e4m3fn:
-                for arena in arenas:
-                    arena[0] = torch.nan
-            blocks = (1 + torch.randperm(batch * columns, device=CUDA)).view(batch, columns)
-            past = keys - new - torch.arange(batch, device=CUDA) * 37 - 5
-            q_pos = past[:, None] + torch.arange(new, device=CUDA)
-            k_pos = torch.arange(keys, device=CUDA).expand(batch, keys)
-            k_pos = torch.where(k_pos < (past + new)[:, None], k_pos, -1)
-            q = randn(batch, new, HEADS, HEAD_DIM, dtype=torch.float32 if dtype == torch.float32 else BF16)
-            args = (q, *arenas, blocks, q_pos, k_pos, window)
-            yield Check(
-                f"attention, {batch} x {new} on {columns} blocks, window {window}, {dtype}",
-                lambda args=args: [gpu_ops.attend_blocks(*args)],
-                lambda args=args: [reference.attend_blocks(*args)],
-                EXACT if dtype == torch.float32 else 2**-5,
-            )
-
-
-def other_checks() -> Iterator[Check]:
-    """Products of few rows, the router's against float64, and the draw."""
-    for tokens in (1, 2, 4, 16, 17, 4096):
-        x, ws = randn(tokens, HIDDEN), [randn(256, HIDDEN, scale=0.01), randn(512, HIDDEN, dtype=BF16, scale=0.01)]
-        yield Check(f"linears, {tokens}", lambda x=x, ws=ws: [y.float() for y in gpu_ops.linears(x, ws)],
-                    lambda x=x, ws=ws: [reference.linear(x, w).float() for w in ws], ROUNDED)  # fmt: skip
-        yield Check(f"router, {tokens}", lambda x=x, w=ws[0]: [gpu_ops.linear(x, w)],
-                    lambda x=x, w=ws[0]: [(x.double() @ w.double().T).float()], EXACT / 4)  # fmt: skip
-    for rows in (1, 5, 64):
-        logits, pos = randn(rows, 25_256, scale=3.0), torch.arange(rows, device=CUDA)
-        draw = draws([Sampling(0.0 if n % 3 == 0 else 0.8, seed=n) for n in range(rows)], 25_256, "cuda")
-        whole = draws([Sampling(0.0 if n % 3 == 0 else 0.8, seed=n) for n in range(rows)], 25_256)
-        yield Check(
-            f"draw, {rows}",
-            lambda z=logits, d=draw, p=pos: [sample(z, d, p, filtered=False).float()],
-            lambda z=logits, d=whole, p=pos: [sample(z.cpu(), d, p.cpu(), filtered=False).float().to(CUDA)],
-            0.0,
-        )
-
-
-def differences(checks: Iterator[Check]) -> Iterator[tuple[str, float, bool]]:
-    """Of each check its name, the difference relative to the largest, and whether it is within its bound twice."""
-    for check in checks:
-        pairs = [(a.float(), b.float()) for a, b in zip(check.found(), check.wanted(), strict=True)]
-        again = [(a.float(), b) for a, (b, _) in zip(check.found(), pairs, strict=True)]
-        error = max(
-            ((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)).item() for a, b in pairs
-        )
-        yield check.name, error, error <= check.bound and all(torch.equal(a, b) for a, b in again)
+from muse_fn.sample import draws, sample
 
 
 def microseconds(calls: Sequence[Callable[[], object]], rounds: int = 3) -> float:
@@ -331,15 +164,16 @@ def piece_times(tokens: Sequence[int]) -> Iterator[Time]:
         }
         for name, (call, size) in calls.items():
             yield Time(f"{name}, {rows:,} rows", microseconds([call] * 4), size)
+    for rows, filtered in ((rows, f) for rows in tokens for f in (False, True)):
+        z, on = randn(rows, 25_256), draws(rules(rows, filtered), 25_256, "cuda")
+        call = partial(sample, z, on, torch.arange(rows, device=CUDA), filtered=filtered)
+        yield Time(f"draw{' filtered' * filtered}, {rows:,} rows", microseconds([call] * 4), z.nbytes)
 
 
 def read_rate() -> float:
     """Bytes a second that a large sum reads."""
     big = randn(1 << 29)
     return big.nbytes / microseconds([big.sum]) * 1e6
-
-
-CHECKS = {"experts": expert_checks, "pieces": piece_checks, "attention": attention_checks, "linear": other_checks}
 
 
 def report(chosen: set[str], tokens: list[int], failed: list[str]) -> Iterator[str]:

@@ -129,7 +129,7 @@ def test_many_routes_are_sorted_elsewhere(monkeypatch: pytest.MonkeyPatch) -> No
 def test_scales_reach_as_far_as_the_format(scale: int) -> None:
     """Against dequantised weights; inputs are scaled against them so that sums stay in range.
 
-    0 and 1 make numbers below the normal ones, which the interpreter turns to 0: bench/kernels.py checks them.
+    0 and 1 make numbers below the normal ones, which the interpreter turns to 0: bench/kernel_checks.py has them.
     """
     gate_up, down = weights("mxfp4", 0, 2)
     assert isinstance(gate_up, MXFP4)
