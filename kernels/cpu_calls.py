@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 Form = Callable[[int], None]
+PATIENCE = 5.0  # seconds that helpers have to end with the process
 # In the order in which kernels/cpu_pool.py finds them.
 POSIX = ("pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait", "pthread_cond_broadcast", "sched_yield")
 
@@ -122,7 +123,7 @@ class Helpers:
         return self._address
 
     def end(self) -> None:
-        """Ends all and waits for them, unless they are those of a process that this one was forked from."""
+        """Ends all and waits for them a while, unless they are those of a process that this one was forked from."""
         if os.getpid() != self._process:
             return
         mutex, condition = (ctypes.c_void_p(self._address + 8 * x) for x in (self._pool.MUTEX, self._pool.CONDITION))
@@ -131,7 +132,8 @@ class Helpers:
         lock(mutex)
         wake(condition)
         unlock(mutex)
-        while self.state[self._pool.ALIVE] > 0:
+        until = time.monotonic() + PATIENCE
+        while self.state[self._pool.ALIVE] > 0 and time.monotonic() < until:
             time.sleep(0.001)
 
 

@@ -49,7 +49,7 @@ def capture_steps(
     """Decode steps for up to all rows and the longest sequence. On a card every kind of step is run before, so that
     their kernels are compiled. Consumes `kv`."""
     if runner.device.type == "cuda":
-        kv = rehearse(runner, kv, settings.rows, settings.block_size, allowed_V)
+        kv = rehearse(runner, kv, settings.rows, settings.block_size, allowed_V, progress)
     return capture_decode(
         runner.params,
         kv,

@@ -123,7 +123,7 @@ async def serving(
 def capturing_bar() -> Generator[Progress]:
     """Draws how many steps have been captured, and how long the others may take, on standard error."""
     with bars.Progress(
-        bars.TextColumn("capturing {task.description}"),
+        bars.TextColumn("preparing {task.description}"),
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
         bars.TimeRemainingColumn(),

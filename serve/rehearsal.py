@@ -3,6 +3,7 @@
 A kernel is compiled anew for each of the fewest rows, and above for every power of two and by whether 16 divides them.
 """
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.batch import Runner
+from muse_fn.captured_decode import Progress
 from muse_fn.kvcache.cache import KVCache, blocks_for
 from muse_fn.kvcache.layout import layout_of
 from muse_fn.sample import Sampling
@@ -46,10 +48,20 @@ def steps(runner: Runner, rows: int, block_size: int) -> Iterator[Orders]:
         yield Orders((), (share(behind, 1),) * count, rules(count, n), ())
 
 
-def rehearse(runner: Runner, kv: KVCache, rows: int, block_size: int, allowed_V: Tensor | None) -> KVCache:
+def rehearse(
+    runner: Runner,
+    kv: KVCache,
+    rows: int,
+    block_size: int,
+    allowed_V: Tensor | None,
+    progress: Progress | None = None,
+) -> KVCache:
     """Runs these steps; on a mesh every rank does. Consumes `kv`: nothing but its block 0 changes."""
-    for orders in steps(runner, rows, block_size):
+    every, begun = list(steps(runner, rows, block_size)), time.monotonic()
+    for done, orders in enumerate(every):
         _, kv = run(runner, kv, orders, allowed_V)
+        if progress is not None:
+            progress(done + 1, len(every), "kernels", time.monotonic() - begun)
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     return kv

@@ -27,7 +27,10 @@ def test_nothing_but_the_block_that_belongs_to_nobody_changes() -> None:
     with torch.inference_mode():
         for arena in (*batch.kv.k, *batch.kv.v):
             arena.fill_(3.0)
-        kv = rehearse(runner, batch.kv, 5, 8, None)
+        told = list[tuple[int, int]]()
+        kv = rehearse(runner, batch.kv, 5, 8, None, lambda done, total, what, seconds: told.append((done, total)))
+    count = len(list(steps(runner, 5, 8)))
+    assert told == [(n + 1, count) for n in range(count)]
     for arena in (*kv.k, *kv.v):
         assert (arena[1:] == 3.0).all()
         assert (arena[0] != 3.0).any(), "what was read was written there"
