@@ -48,7 +48,7 @@ def linear(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:
     if not isinstance(w, Tensor) or w.dtype != torch.bfloat16 or rows > FEW_ROWS:
         return reference.linear(x, w, dtype)
     x = x.to(w.dtype)
-    return _left(w, x.flatten(0, -2)).t().to(dtype or w.dtype).contiguous().view(*x.shape[:-1], -1)
+    return _left(w, x.flatten(0, -2)).t().to(dtype or w.dtype).contiguous().view(*x.shape[:-1], len(w))
 
 
 def attend(

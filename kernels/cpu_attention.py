@@ -128,7 +128,8 @@ def _attend(a):
     queries, kv_heads, heads, groups = argument(a, 2), argument(a, 3), argument(a, 4), argument(a, 5)
     columns, size, window, width = argument(a, 10), argument(a, 11), argument(a, 14), argument(a, 5) * GROUP
     stride, scale = kv_heads * width * 2, np.float32(1.0 / math.sqrt(np.float64(width)))
-    q_at, sums_at, scores_at, states_at = workspace(16384), workspace(16384), workspace(2048), workspace(256)
+    # Fewer than 16 scores are written as 16: behind those of the last head there is room for them.
+    q_at, sums_at, scores_at, states_at = workspace(16384), workspace(16384), workspace(2048 + 64), workspace(256)
     sums = f32(sums_at, heads * width)
     while True:
         unit = claim(a)

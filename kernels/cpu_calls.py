@@ -27,6 +27,7 @@ from torch import Tensor
 
 Form = Callable[[int], None]
 PATIENCE = 5.0  # seconds that helpers have to end with the process
+MOST_HELPERS = 256
 # In the order in which kernels/cpu_pool.py finds them.
 POSIX = ("pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait", "pthread_cond_broadcast", "sched_yield")
 
@@ -39,7 +40,8 @@ def why_not() -> str:
     if sys.byteorder != "little":
         return "they are for processors that store the low byte first"
     try:
-        import_module("muse_fn.kernels.cpu_vectors")
+        for name in ("cpu_scalars", "cpu_vectors", "cpu_pool"):
+            import_module(f"muse_fn.kernels.{name}")
     except Exception as error:  # a Numba of another time may fail in any way: the plain forms stand ready
         return f"Numba cannot be used ({type(error).__name__}: {error})"
     return ""
@@ -51,12 +53,12 @@ def compiled(form: Form) -> tuple[Callable[[Any], None], int]:
     numba: Any = import_module("numba")
     # Sums in any order; all else keeps to the rules, so that what is no number stays none.
     options = {"fastmath": {"reassoc", "contract"}, "error_model": "numpy", "nopython": True}
-    with _compiling, warnings.catch_warnings():
+    with _one.compiling, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Numba: none is the caller's to mend
         kept, numba.config.CACHE_DIR = numba.config.CACHE_DIR, _folder(numba.config.CACHE_DIR)
         try:
             made = numba.cfunc(numba.void(numba.int64), cache=True, **options)(form)
-        except (RuntimeError, OSError):  # no place to keep it, or one that cannot be written
+        except Exception:  # no place to keep it, one that cannot be written, or what lies there is damaged
             made = numba.cfunc(numba.void(numba.int64), **options)(form)
         finally:
             numba.config.CACHE_DIR = kept
@@ -64,7 +66,14 @@ def compiled(form: Form) -> tuple[Callable[[Any], None], int]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(made.address), made.address
 
 
-_compiling = Lock()
+class _One:
+    """One thread compiles at a time: what Numba is told is told to all."""
+
+    def __init__(self) -> None:
+        self.compiling = Lock()
+
+
+_one = _One()
 _made: list[Any] = []
 
 
@@ -99,7 +108,7 @@ class Helpers:
         self._pool: Any = import_module("muse_fn.kernels.cpu_pool")
         self.state = (ctypes.c_int64 * self._pool.WORDS)()
         self._address, self._process = ctypes.addressof(self.state), os.getpid()
-        self._count, self._starting = 0, Lock()
+        self._count, self._most, self._starting = 0, MOST_HELPERS, Lock()
         try:
             system = ctypes.CDLL(None)
             functions = [getattr(system, name) for name in POSIX]
@@ -114,12 +123,17 @@ class Helpers:
 
     def wanted(self, count: int) -> int:
         """The address of the state, once there are so many."""
-        if self._count < count and self._address:
+        if self._count < min(count, self._most) and self._address:
             with self._starting:
-                while self._count < count:
+                while self._count < min(count, self._most):
+                    self.state[self._pool.ALIVE] += 1
+                    try:
+                        start_new_thread(compiled(self._pool.help_on)[0], (self._address,))
+                    except RuntimeError:  # the system gives no more: those that there are do
+                        self.state[self._pool.ALIVE] -= 1
+                        self._most = self._count
+                        break
                     self._count += 1
-                    self.state[self._pool.ALIVE] = self._count
-                    start_new_thread(compiled(self._pool.help_on)[0], (self._address,))
         return self._address
 
     def end(self) -> None:
@@ -138,8 +152,16 @@ class Helpers:
 
 
 _helpers = lru_cache(Helpers)
+
+
+def _forked() -> None:
+    """In the child: neither threads nor what they held come along."""
+    _helpers.cache_clear()
+    _one.compiling = Lock()
+
+
 if hasattr(os, "register_at_fork"):  # threads do not come along
-    os.register_at_fork(after_in_child=_helpers.cache_clear)
+    os.register_at_fork(after_in_child=_forked)
 
 
 def address(x: Tensor | None) -> int:

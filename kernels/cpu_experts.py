@@ -178,9 +178,9 @@ def expert_rows(
         for w in (gate_up_EFM, down_EMF)
         for part in ((w.codes, w.scales) if isinstance(w, MXFP4) else (w, w))
     ]
-    out = torch.empty(*idx_TR.shape, width, dtype=dtype or u_TM.dtype)
-    whole = torch.empty(count + 3 * (experts + 1), dtype=torch.int64)
-    room = torch.empty(count * (width + inner))
+    out = u_TM.new_empty(*idx_TR.shape, width, dtype=dtype or u_TM.dtype)
+    whole = idx_TR.new_empty(count + 3 * (experts + 1))
+    room = u_TM.new_empty(count * (width + inner), dtype=torch.float32)
     order, laid = whole.data_ptr(), room.data_ptr()
     shared = threads(min(count, experts) * (inner // UNIT))
     call(_experts, [0, 0, 0, count, idx_TR.shape[-1], experts, width // GROUP, inner // GROUP, packed, *weights,

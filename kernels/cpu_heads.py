@@ -87,12 +87,12 @@ def _gated(a):
                 to[k] = narrow(wide(given[k]) * scale * sigmoid(wide(gate[k])))
 
 
-def _angles(rotary: Rotary | None) -> tuple[Tensor | None, list[int]]:
+def _angles(rotary: Rotary | None) -> tuple[Rotary | None, list[int]]:
+    """Where angles lie, and what is to be held meanwhile."""
     if rotary is None:
         return None, [0, 0]
-    both = torch.stack([rotary.cos, rotary.sin]) if not rotary.cos.is_contiguous() else None
-    cos, sin = (rotary.cos, rotary.sin) if both is None else both.unbind()
-    return both, [cos.data_ptr(), sin.data_ptr()]
+    both = Rotary(rotary.cos.contiguous(), rotary.sin.contiguous())
+    return both, [x.data_ptr() for x in both]
 
 
 def heads(
@@ -101,7 +101,7 @@ def heads(
     """pieces.heads for rows in bfloat16."""
     q, k = q_BTF.contiguous(), k_BTF.contiguous()
     kept, angles = _angles(rotary)
-    made = [torch.empty(*x.shape[:2], x.shape[2] // head_dim, head_dim, dtype=x.dtype) for x in (q, k)]
+    made = [x.new_empty(*x.shape[:2], x.shape[2] // head_dim, head_dim) for x in (q, k)]
     shared(_heads, [0, q.shape[0] * q.shape[1], made[0].shape[2], made[1].shape[2], head_dim, q.data_ptr(),
         k.data_ptr(), *angles, made[0].data_ptr(), made[1].data_ptr(), 0, 0, 0], (qk_scale, eps))  # fmt: skip
     del kept
@@ -123,7 +123,7 @@ def place(
     q, k, v, rows = q_BTF.contiguous(), k_BTF.contiguous(), v_BTF.contiguous(), rows.contiguous()
     head_dim = k_arena.shape[-1]
     kept, angles = _angles(rotary)
-    out = torch.empty(*q.shape[:2], q.shape[2] // head_dim, head_dim, dtype=q.dtype)
+    out = q.new_empty(*q.shape[:2], q.shape[2] // head_dim, head_dim)
     shared(_heads, [0, q.shape[0] * q.shape[1], out.shape[2], k_arena.shape[2], head_dim, q.data_ptr(), k.data_ptr(),
         *angles, out.data_ptr(), k_arena.data_ptr(), v.data_ptr(), v_arena.data_ptr(), rows.data_ptr()],
         (qk_scale, eps))  # fmt: skip

@@ -199,12 +199,12 @@ def linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None) -
             kind, own = (BF16 if w.dtype == torch.bfloat16 else FLOAT), dtype or w.dtype
             codes, scales = w, 0
         rows = codes.shape[0]
-        out = torch.empty(*x.shape[:-1], rows, dtype=own)
+        out = x.new_empty(*x.shape[:-1], rows, dtype=own)
         made.append(out)
         matrices += codes.data_ptr(), scales, rows, kind, out.data_ptr(), own == torch.float32
         layouts |= 2 if kind == FLOAT else 1
         units += -(-rows // UNIT)
-    room = torch.empty(2 if layouts == 3 else 1, count * width)
+    room = x.new_empty(2 if layouts == 3 else 1, count * width, dtype=torch.float32)
     first, last = room.data_ptr(), room.data_ptr() + (4 * count * width if layouts == 3 else 0)
     shared = threads(units)
     call(_products, [0, x.data_ptr(), x.dtype == torch.float32, count, groups, first, last, len(ws), units,

@@ -18,7 +18,7 @@ from torch import Tensor
 from muse_fn.kernels import cpu, cpu_calls, pieces, reference
 from muse_fn.kernels.norms import Gain, Mix, Rotary
 from muse_fn.kernels.one_op import one_op, watcher
-from muse_fn.kernels.packed import MXFP4, Weight
+from muse_fn.kernels.packed import MXFP4, Weight, logical_shape
 from muse_fn.kernels.pieces import Chosen, Joined
 
 Result = TypeVar("Result")
@@ -69,6 +69,8 @@ def _why_not(*tensors: Tensor) -> str:
             return "a tensor is not a plain one on the CPU"
         if not x.numel():
             return "a tensor is empty"
+        if x.is_neg():
+            return "a tensor is a view that turns signs"
     if watcher() is None and torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue]
         return "a mode of PyTorch's dispatch is on, which would not see it"
     return ""
@@ -103,6 +105,8 @@ def _why_no_product(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None) 
         whole = w.codes if isinstance(w, MXFP4) else w
         if not isinstance(whole, Tensor) or whole.dim() != 2 or not whole.is_contiguous():
             return "a weight that is no contiguous matrix in bfloat16, float32 or MXFP4"
+        if logical_shape(w)[1] != x.shape[-1]:
+            return f"{x.shape[-1]} inputs beside a weight of {logical_shape(w)[1]}"
         if isinstance(w, MXFP4) and (x.dtype != BF16 or not w.scales.is_contiguous()):
             return f"MXFP4 times {x.dtype}: it takes bfloat16"
         if isinstance(w, Tensor) and (w.dtype not in (BF16, FLOAT) or (w.dtype == FLOAT and x.dtype != FLOAT)):
@@ -185,6 +189,9 @@ def _expert_rows(u: Tensor, idx: Tensor, gate_up: Weight, down: Weight, first: i
 
 def _why_no_experts(u: Tensor, idx: Tensor, gate_up: Weight, down: Weight, dtype: torch.dtype) -> str:
     parts = [part for w in (gate_up, down) for part in ((w,) if isinstance(w, Tensor) else w)]
+    experts, latent, inner = logical_shape(down)
+    if tuple(logical_shape(gate_up)) != (experts, 2 * inner, latent) or list(u.shape) != [len(idx), latent]:
+        return "tokens, routes and experts of sizes that do not belong together"
     if type(gate_up) is not type(down) or not isinstance(down, (Tensor, MXFP4)):
         return "experts in neither bfloat16 nor MXFP4"
     if u.shape[-1] % GROUP or (down if isinstance(down, Tensor) else down.codes).shape[-1] % (GROUP // 2):

@@ -206,7 +206,7 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float) -> Tensor:
     """pieces.blend for rows in bfloat16, to bfloat16."""
     y_TRM, weight_TR = y_TRM.contiguous(), weight_TR.contiguous()
     tokens, routes, width = y_TRM.shape
-    out, room = torch.empty(tokens, width, dtype=y_TRM.dtype), torch.empty(tokens, 2, width)
+    out, room = y_TRM.new_empty(tokens, width), y_TRM.new_empty(tokens, 2, width, dtype=torch.float32)
     shared(_blend, [0, tokens, width, y_TRM.data_ptr(), weight_TR.data_ptr(), routes, norm.factor.data_ptr(),
         out.data_ptr(), room.data_ptr()], (eps,))  # fmt: skip
     return out
@@ -226,8 +226,8 @@ def choose(
     """pieces.choose for logits in float32 and squeezed tokens in bfloat16 of one part; of equal scores the first."""
     logits_TE = logits_TE.contiguous()
     tokens, experts = logits_TE.shape
-    idx, weight = torch.empty(tokens, top_k, dtype=torch.int64), torch.empty(tokens, top_k)
-    room = torch.empty(2 * experts, dtype=torch.int64)
+    idx, weight = logits_TE.new_empty(tokens, top_k, dtype=torch.int64), logits_TE.new_empty(tokens, top_k)
+    room = idx.new_empty(2 * experts)
     call(_route, [tokens, experts, top_k, logits_TE.data_ptr(), bias_E.data_ptr(), room.data_ptr(),
         room.data_ptr() + 8 * experts, idx.data_ptr(), weight.data_ptr()], (multiplier, factor, ROUTE_EPS))  # fmt: skip
     return Chosen(Routes(idx, weight), normed(squeezed_PTm[0], norm, eps, dtype))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from muse_fn.kernels.cpu import has_matrix_units
-from muse_fn.kernels.select import why_no_numba
+from muse_fn.kernels.cpu_calls import why_not as why_no_numba
 from muse_fn.params.checkpoint import Checkpoint, parts_of
 from muse_fn.params.quantise import to_node
 from muse_fn.params.schema import Leaf

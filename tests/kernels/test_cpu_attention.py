@@ -52,6 +52,16 @@ def test_attention_is_that_of_the_reference(
     check(cpu_attention.attend_blocks(*args), *args)
 
 
+@pytest.mark.parametrize("heads", [1, 15, 16])
+def test_any_number_of_keys_that_are_seen(heads: int) -> None:
+    """Up to as many heads as there may be, of which none touches what another has found."""
+    k, v = draw(0, 2, 1, 70, 1, 32).to(BF16)
+    q, block = (2 * draw(1, 1, 1, heads, 32)).to(BF16), torch.zeros(1, 1, dtype=torch.int64)
+    for seen in range(1, 71):
+        args = q, k, v, block, torch.tensor([[seen - 1]]), torch.arange(70)[None], 0
+        check(cpu_attention.attend_blocks(*args), *args)
+
+
 @pytest.mark.parametrize("size", [0.0, 1.0, 30.0, 1e4])
 def test_scores_of_any_size(size: float) -> None:
     """With large ones a single key has all the weight, wherever it stands and whatever was the highest before."""
