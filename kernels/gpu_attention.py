@@ -5,7 +5,7 @@ table. Source: online softmax (Milakov and Gimelshein, 2018); splitting over key
 Float32 within 1e-5 of the reference, relative to the largest; bfloat16 within 2**-6.
 """
 
-# pyright: basic
+# pyright: basic, reportGeneralTypeIssues=false
 import math
 from typing import Any
 

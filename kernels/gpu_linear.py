@@ -7,7 +7,7 @@ than these few products do. Above MOST_ROWS, and for large matrices above one ro
 weights about as fast.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
