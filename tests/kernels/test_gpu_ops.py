@@ -14,7 +14,7 @@ from muse_fn.decoder import Chunk, Hidden, hidden_states
 from muse_fn.kernels import gpu, gpu_linear, gpu_ops, pieces, reference, select, static
 from muse_fn.kernels.norms import Gain, Mix, Rotary, rotary_angles
 from muse_fn.kernels.packed import quantise_mxfp4
-from muse_fn.kernels.pieces import Chosen
+from muse_fn.kernels.pieces import Chosen, Joined
 from muse_fn.kernels.select import REFERENCE, Ops
 from muse_fn.kvcache.cache import View
 from muse_fn.params.config import Config
@@ -208,6 +208,8 @@ def results(name: str, form: Callable[..., Any], args: Args) -> list[Tensor]:
     found = form(*args)
     if isinstance(found, Chosen):
         return [*found.routes, found.u_TM]
+    if isinstance(found, Joined):
+        return [found.h, found.a]
     return [*([found] if isinstance(found, Tensor) else found), *(args[6:8] if name == "place" else ())]
 
 
