@@ -46,8 +46,8 @@ def open_cache(runner: Runner, settings: EngineSettings) -> Batch:
 def capture_steps(
     runner: Runner, kv: KVCache, settings: EngineSettings, allowed_V: Tensor | None, progress: Progress | None = None
 ) -> tuple[DecodeSteps, KVCache]:
-    """Decode steps for up to all rows and the longest sequence. On a card every kind of step is run before, so that
-    their kernels are compiled. Consumes `kv`."""
+    """Decode steps for up to all rows and the longest sequence. On a card many kinds of steps are run before, so
+    that their kernels are compiled. Consumes `kv`."""
     if runner.device.type == "cuda":
         kv = rehearse(runner, kv, settings.rows, settings.block_size, allowed_V, progress)
     return capture_decode(

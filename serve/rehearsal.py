@@ -1,4 +1,4 @@
-"""What a server on a card does before it is ready: steps of every kind, so that no request waits for a compiler.
+"""What a server on a card does before it is ready: steps of many kinds, so that few requests wait for a compiler.
 
 A kernel is compiled anew for each of the fewest rows, and above for every power of two and by whether 16 divides them.
 """
