@@ -1,7 +1,7 @@
 """Products of few rows with plain matrices by Triton: every weight is read once, several matrices in one launch.
 
-One row, or up to FEW where a matrix is float32: a program sums a few rows of a matrix in float32; its first weights are
-on their way before the inputs are there. More rows: bfloat16 matrices on tensor cores, each warp a part of the inputs;
+One row, and up to FEW of a float32 matrix: a program sums a few rows of the matrix in float32; its first weights are on
+their way before the inputs are there. More rows: bfloat16 matrices on tensor cores, each warp a part of the inputs;
 float32 matrices by float32 sums, since to split each factor into parts for tensor cores would take more instructions
 than these few products do. Above MOST_ROWS, and for large matrices above one row, the library's matrix product reads
 weights about as fast.
@@ -33,10 +33,11 @@ WARPS = 4
 # More of them.
 FLOAT_OUTS, FLOAT_STEP = (4, 8), 1024  # the same for a float32 matrix: the second where two programs share its rows
 TOKENS = 8  # rows of inputs for such a program
-BLOCKS = (16, 32, 64)  # rows of a bfloat16 matrix in a product
-DOT_OUTS = (4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 28, 32, 40, 48, 64)  # of these, rows that one program may take
-DOT_STEP = 64  # inputs that one warp takes at once
-DOT_WARPS = 8
+BLOCK = 16  # rows of a bfloat16 matrix in a product
+DOT_OUTS = (4, 6, 8, 10, 12, 14, 16)  # of these, rows that one program may take
+# Warps, and inputs that each takes at once: of a program among several on a multiprocessor, of one alone there, and
+# beside float32 sums.
+AMONG, BY_ITSELF, BESIDE_SUMS = (4, 128), (4, 256), (8, 64)
 MOST_STAGES = 7  # such steps on their way to a program at once
 HELD = (192 << 10, 96 << 10)  # most bytes of them: of a program, or of each where multiprocessors have several
 ALONE = 1.8  # how much faster a multiprocessor reads while others do not than while all do
@@ -178,7 +179,7 @@ def _linears_kernel(
     if FLOATS:
         w_ptr, y_ptr, n, place, floats = _find(ws, ys, ns, at, T, out, 0, FLOATS, OUT, TOKENS)
         if at < floats:
-            if BLOCK:
+            if FLOAT_STAGES:
                 inputs_ready(PDL)
                 groups = tl.cdiv(T, TOKENS)
                 start, first = place // groups * OUT, place % groups * TOKENS
@@ -210,10 +211,10 @@ class Form(NamedTuple):
     STEP: int = 1
     ROWS: int = 1  # rows of inputs in a product on tensor cores
     BLOCK: int = 0  # rows of a matrix there; 0 if there are no such products
-    DOT_STEP: int = DOT_STEP
+    DOT_STEP: int = 1
     WARPS: int = WARPS
     STAGES: int = 1  # one more than what is held at once
-    FLOAT_STAGES: int = 1
+    FLOAT_STAGES: int = 0  # 0 where float32 matrices too are summed a few rows at once
 
     def programs(self, w: tuple[int, bool], count: int) -> int:
         """Of a matrix: its rows, and whether it is float32."""
@@ -235,33 +236,35 @@ def more_rows(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: 
     Programs read all inputs, so larger ones read less altogether, and smaller ones divide it more evenly. What counts
     is a multiprocessor's share of all that is read, or what the busiest one reads if that takes longer.
     """
-    rows, float_out = 8 if count <= 8 else MOST_ROWS, FLOAT_OUTS[count > TOKENS]
-    step, dot_step = min(max(8, triton.next_power_of_2(width)), FLOAT_STEP), DOT_WARPS * DOT_STEP
+    rows, few = 8 if count <= 8 else MOST_ROWS, few_rows(width, count)
+    sums = count > FEW and any(is_float for _, is_float in ws)
+    float_out = FLOAT_OUTS[count > TOKENS]
+    float_step = min(max(8, triton.next_power_of_2(width)), FLOAT_STEP)
 
     def form(out: int) -> Form:
-        block = next(n for n in BLOCKS if n >= out)
-        made = Form(out, float_out, TOKENS, step, rows, block, DOT_STEP, DOT_WARPS)
-        held = HELD[sum(made.programs(w, count) for w in ws) > processors]
-        dots = min(MOST_STAGES, held // (dot_step * (2 * block + rows * x_size)), cdiv(width, dot_step))
-        floats = min(MOST_STAGES, held // (4 * step * (float_out + TOKENS)), cdiv(width, step))
-        return made._replace(STAGES=1 + dots, FLOAT_STAGES=1 + floats)
+        made = few._replace(out=out, ROWS=rows, BLOCK=BLOCK)
+        if sums:
+            made = made._replace(OUT=float_out, TOKENS=TOKENS, STEP=float_step)
+        several = sum(made.programs(w, count) for w in ws) > processors
+        held, (warps, step) = HELD[several], BESIDE_SUMS if sums else AMONG if several else BY_ITSELF
+        dots = min(MOST_STAGES, held // (warps * step * (2 * BLOCK + rows * x_size)), cdiv(width, warps * step))
+        floats = min(MOST_STAGES, held // (4 * float_step * (float_out + TOKENS)), cdiv(width, float_step))
+        return made._replace(DOT_STEP=step, WARPS=warps, STAGES=1 + dots, FLOAT_STAGES=(1 + floats) * sums)
 
     def time(form: Form) -> float:
         counts = [form.programs(w, count) for w in ws]
         # Bytes that a program reads in each column.
-        reads = [4 * (float_out + TOKENS) if is_float else 2 * form.out + count * x_size for _, is_float in ws]
+        reads = [4 * (form.OUT + form.TOKENS) if is_float else 2 * form.out + count * x_size for _, is_float in ws]
         total = sum(n * read for n, read in zip(counts, reads, strict=True))
         busiest = max(cdiv(sum(counts), processors) * total / sum(counts), *reads)
         return max(total / processors, busiest / ALONE)
 
-    # Larger blocks only where one step can be on its way while another is used.
-    forms = map(form, DOT_OUTS)
-    return min((f for f in forms if f.BLOCK == BLOCKS[0] or f.STAGES > min(2, cdiv(width, dot_step))), key=time)
+    return min(map(form, DOT_OUTS), key=time)
 
 
 def form_of(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: int, processors: int) -> Form:
     """Of any number of rows; see `more_rows`."""
-    few = count == 1 or (count <= FEW and any(is_float for _, is_float in ws))
+    few = count == 1 or (count <= FEW and all(is_float for _, is_float in ws))
     return few_rows(width, count) if few else more_rows(ws, width, count, x_size, processors)
 
 

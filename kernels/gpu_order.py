@@ -1,4 +1,4 @@
-"""Routes by expert, in tiles of rows, for the Triton expert products: one launch up to SORTED_HERE routes."""
+"""Routes by expert, in tiles of rows, for the Triton expert products: one launch up to SORTED_HERE routes, else two."""
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 from typing import NamedTuple
@@ -11,6 +11,8 @@ from torch import Tensor
 from muse_fn.kernels.gpu import bound, inputs_ready, overlaps
 
 SORTED_HERE = 1024  # routes up to which one program sorts them
+SHARE = 256  # of more routes, those that a program sorts
+AT_ONCE = tl.constexpr(16)  # programs whose counts are added at once
 
 
 class Tiles(NamedTuple):
@@ -61,16 +63,35 @@ def _order_kernel(
     _write_tiles(tl.histogram(e, EE), expert_ptr, start_ptr, count_ptr, E, EE, CC, ROWS)
 
 
-@triton.jit
-def _tiles_kernel(
-    begin_ptr, expert_ptr, start_ptr, count_ptr, E,
-    EE: tl.constexpr, CC: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The same for routes already sorted: where those of each expert begin, int64 [E + 2]."""
+@triton.jit(do_not_specialize=["P"])
+def _count_kernel(idx_ptr, counts_ptr, P, E, first, SHARE: tl.constexpr, EE: tl.constexpr, PDL: tl.constexpr):
+    """How many of a program's SHARE of the routes each expert has, int32 [programs, EE]."""
     inputs_ready(PDL)
-    experts = tl.arange(0, EE)
-    begin, end = tl.load(begin_ptr + tl.minimum(experts, E)), tl.load(begin_ptr + tl.minimum(experts, E) + 1)
-    _write_tiles((end - begin).to(tl.int32), expert_ptr, start_ptr, count_ptr, E, EE, CC, ROWS)
+    at = tl.program_id(0)
+    e = _expert_of(idx_ptr, at * SHARE + tl.arange(0, SHARE), P, E, first)
+    tl.store(counts_ptr + at * EE + tl.arange(0, EE), tl.histogram(e, EE))
+
+
+@triton.jit(do_not_specialize=["P", "programs"])
+def _place_kernel(
+    idx_ptr, counts_ptr, order_ptr, expert_ptr, start_ptr, count_ptr, P, E, first, programs,
+    SHARE: tl.constexpr, EE: tl.constexpr, CC: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program puts its share of the routes behind those of lower experts and those of earlier programs."""
+    at, experts, share = tl.program_id(0), tl.arange(0, EE), tl.arange(0, SHARE)
+    e = _expert_of(idx_ptr, at * SHARE + share, P, E, first)
+    mine, key = tl.histogram(e, EE), tl.sort(e * SHARE + share)
+    inputs_ready(PDL)
+    every, earlier = tl.zeros((EE,), tl.int32), tl.zeros((EE,), tl.int32)
+    for begin in range(0, bound(programs), AT_ONCE):
+        row = begin + tl.arange(0, AT_ONCE)[:, None]
+        count = tl.load(counts_ptr + row * EE + experts[None, :], mask=row < programs, other=0)
+        every, earlier = every + tl.sum(count, 0), earlier + tl.sum(tl.where(row < at, count, 0), 0)
+    place = tl.cumsum(every, 0) - every + earlier - (tl.cumsum(mine, 0) - mine)
+    e = key // SHARE
+    tl.store(order_ptr + tl.gather(place, e, 0) + share, at * SHARE + key % SHARE, mask=e <= E)
+    if at == 0:
+        _write_tiles(every, expert_ptr, start_ptr, count_ptr, E, EE, CC, ROWS)
 
 
 def tiles_of(idx_TR: Tensor, experts: int, rows: int, first: int = 0) -> Tiles:
@@ -88,19 +109,13 @@ def tiles_of(idx_TR: Tensor, experts: int, rows: int, first: int = 0) -> Tiles:
             routes, order, *found, count, experts, first, padded, *sizes, PDL=pdl, launch_pdl=pdl, num_warps=4
         )
     else:
-        order, begin = _sorted(routes - first if first else routes, experts)
-        _tiles_kernel[(1,)](begin, *found, experts, *sizes, PDL=pdl, launch_pdl=pdl, num_warps=4)
+        programs, options = triton.cdiv(count, SHARE), {"PDL": pdl, "launch_pdl": pdl, "num_warps": 4}
+        counts = torch.empty(programs, sizes[0], dtype=torch.int32, device=device)
+        _count_kernel[(programs,)](routes, counts, count, experts, first, SHARE, sizes[0], **options)
+        _place_kernel[(programs,)](
+            routes, counts, order, *found, count, experts, first, programs, SHARE, *sizes, **options
+        )
     return Tiles(order, *(x[:tiles] for x in found))
-
-
-def _sorted(routes: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Routes by expert, those of none last, int32 [P], and where each expert's begin, int64 [experts + 2]."""
-    expert = torch.where((routes >= 0) & (routes < experts), routes, experts)
-    if experts < 2**15 - 1:
-        expert = expert.to(torch.int16)  # a radix sort takes as many passes as a key has bytes
-    expert, order = expert.sort(stable=True)
-    ids = torch.arange(experts + 2, dtype=expert.dtype, device=expert.device)
-    return order.int(), torch.searchsorted(expert, ids)
 
 
 COMPILED = [  # kernel, types of its arguments, constants, options: as for the released model
@@ -112,9 +127,17 @@ COMPILED = [  # kernel, types of its arguments, constants, options: as for the r
         {"num_warps": 4, "launch_pdl": True},
     ),
     (
-        _tiles_kernel,
-        {"begin_ptr": "*i64", **dict.fromkeys(("expert_ptr", "start_ptr", "count_ptr"), "*i32"), "E": "i32"},
-        {"EE": 256, "CC": 512, "ROWS": 128, "PDL": True},
+        _count_kernel,
+        {"idx_ptr": "*i64", "counts_ptr": "*i32", "P": "i32", "E": "i32", "first": "i32"},
+        {"SHARE": SHARE, "EE": 256, "PDL": True},
+        {"num_warps": 4, "launch_pdl": True},
+    ),
+    (
+        _place_kernel,
+        {"idx_ptr": "*i64",
+         **dict.fromkeys(("counts_ptr", "order_ptr", "expert_ptr", "start_ptr", "count_ptr"), "*i32"),
+         **dict.fromkeys(("P", "E", "first", "programs"), "i32")},
+        {"SHARE": SHARE, "EE": 256, "CC": 512, "ROWS": 128, "PDL": True},
         {"num_warps": 4, "launch_pdl": True},
     ),
 ]  # fmt: skip

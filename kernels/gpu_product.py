@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from muse_fn.kernels.gpu import INTERPRETED, dot, inputs_ready
-from muse_fn.kernels.gpu_unpack import NV_SHIFT, SHORT, e8m0, placed_few, placed_many, short_factor, weights
+from muse_fn.kernels.gpu_unpack import LARGE, NV_SHIFT, e8m0, placed_few, placed_many, short_factor, weights
 
 PLAIN, MX, NV = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -30,11 +30,10 @@ def plain_product(
 @triton.jit
 def _factors(scales, W: tl.constexpr, B: tl.constexpr, FORMAT: tl.constexpr, LONG: tl.constexpr):
     """What a thread has read of scales (MXFP4: four of them in an int32, NVFP4: eight in an int64), [4, 8, W, B] ->
-    what each register of codes is multiplied with, int32 [8, W, B, 16], and of MXFP4 the scales' bytes."""
+    what each register of codes is multiplied with, int32 [8, W, B, 16]."""
     q = tl.arange(0, 4)[:, None, None, None]
     if FORMAT == MX:
-        byte = (scales >> (8 * q)) & 0xFF
-        bits = e8m0(byte) if LONG else short_factor(byte)
+        bits = e8m0((scales >> (8 * q)) & 0xFF) if LONG else short_factor(scales, q)
         bits = tl.broadcast_to(tl.permute(bits, (1, 2, 3, 0))[:, :, :, :, None], (8, W, B, 4, 4))
     else:
         byte = (scales >> (16 * q)).to(tl.int32)
@@ -43,7 +42,7 @@ def _factors(scales, W: tl.constexpr, B: tl.constexpr, FORMAT: tl.constexpr, LON
         bits = factor.to(tl.int32, bitcast=True)
         bits = (bits & -65536) | ((bits >> 16) & 0xFFFF)  # a float8 is exact in bfloat16
         bits = tl.broadcast_to(tl.permute(bits, (1, 2, 3, 0, 4))[:, :, :, :, :, None], (8, W, B, 4, 2, 2))
-    return tl.reshape(bits, (8, W, B, 16)), byte
+    return tl.reshape(bits, (8, W, B, 16))
 
 
 @triton.jit
@@ -77,7 +76,7 @@ def _sum_few(
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Matrix rows 8 b + l = row[l, 0, b] with the inputs of a tile, each warp its part of the inputs -> float32 [WARPS,
-    BN, ROWS], and the largest bytes of scales that each thread met.
+    BN, ROWS], and what bits any scale of MXFP4 that a thread read has.
 
     Codes and scales go from memory to registers, a turn ahead: no thread needs what another reads. The first are on
     their way before the inputs are there, if they are still to be waited for (PDL).
@@ -94,7 +93,7 @@ def _sum_few(
     acc = tl.zeros((WARPS, BN, ROWS), tl.float32)
     codes, scales = _read(codes_ptr, codes_at, WARPS, B, AHEAD), tl.load(scales_ptr + scales_at)
     inputs_ready(PDL)
-    high = tl.zeros((4, 8, WARPS, B), tl.int32)
+    seen = tl.zeros((4, 8, WARPS, B), tl.int32)
     for turn in tl.range(0, TURNS, num_stages=STAGES):
         next_codes, next_scales = codes, scales
         if TURNS > 1:
@@ -103,14 +102,14 @@ def _sum_few(
             next_scales = tl.load(scales_ptr + scales_at + ahead)
         even = tl.load(x_at + turn * AT_ONCE * 128, mask=valid[None, None, :], other=0.0)
         odd = tl.load(x_at + turn * AT_ONCE * 128 + 64, mask=valid[None, None, :], other=0.0)
-        factor, byte = _factors(scales, WARPS, B, FORMAT, LONG)
+        factor = _factors(scales, WARPS, B, FORMAT, LONG)
         if FORMAT == MX:
-            high = tl.maximum(high, byte)
-        even_w, odd_w = weights(codes, factor, True, LONG)
+            seen |= scales
+        even_w, odd_w = weights(codes, factor, True, LONG, not AHEAD)
         acc = dot(placed_few(even_w, WARPS, BN, AT_ONCE), even, acc)
         acc = dot(placed_few(odd_w, WARPS, BN, AT_ONCE), odd, acc)
         codes, scales = next_codes, next_scales
-    return acc, high
+    return acc, seen
 
 
 @triton.jit
@@ -120,13 +119,13 @@ def _product_few(
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sum of all parts, float32 [BN, ROWS]."""
-    acc, high = _sum_few(
+    acc, seen = _sum_few(
         x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, False, BN, ROWS, WARPS, AT_ONCE, AHEAD, STAGES, PDL
     )
     if FORMAT == MX:
-        # Scales above 2 are rare in weights; where one is, the tile is done again without the short cut.
-        if tl.max(high) > SHORT:
-            acc, high = _sum_few(
+        # Scales above 1 are rare in weights; where one is, the tile is done again without the short cut.
+        if tl.max(((seen & LARGE) != 0).to(tl.int32)) > 0:
+            acc, seen = _sum_few(
                 x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, True, BN, ROWS, WARPS, AT_ONCE, AHEAD,
                 STAGES, False,
             )  # fmt: skip
@@ -134,23 +133,42 @@ def _product_few(
 
 
 @triton.jit
-def _product_many(
-    x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K: tl.constexpr, FORMAT: tl.constexpr,
+def _sum_many(
+    x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K: tl.constexpr, FORMAT: tl.constexpr, LONG: tl.constexpr,
     BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Matrix rows int64 [8, WARPS, B] with the inputs of a tile -> float32 [BN, ROWS] as `row_of` says."""
+    """Matrix rows int64 [8, WARPS, B] with the inputs of a tile -> float32 [BN, ROWS] as `row_of` says, and what bits
+    any scale of MXFP4 has."""
     B: tl.constexpr = BN // 8 // WARPS
     codes_at, scales_at = _places(row, K, 0, WARPS, B, 1)
     codes_at += tl.arange(0, 16)[None, None, None, :]
     x_at = x_ptr + x_row.to(tl.int64)[None, :] * K + tl.arange(0, 64)[:, None]
     acc = tl.zeros((BN, ROWS), tl.float32)
+    seen = tl.zeros((8, WARPS, B), tl.int32)
     for g in tl.range(0, K // 128, num_stages=STAGES):
         even = tl.load(x_at + g * 128, mask=valid[None, :], other=0.0)
         odd = tl.load(x_at + g * 128 + 64, mask=valid[None, :], other=0.0)
-        scales = tl.broadcast_to(tl.load(scales_ptr + scales_at + g)[None, :, :, :], (4, 8, WARPS, B))
-        factor, _ = _factors(scales, WARPS, B, FORMAT, FORMAT == MX)
-        even_w, odd_w = weights(tl.load(codes_ptr + codes_at + g * 16), factor, False, FORMAT == MX)
+        scales = tl.load(scales_ptr + scales_at + g)
+        if FORMAT == MX:
+            seen |= scales
+        factor = _factors(tl.broadcast_to(scales[None, :, :, :], (4, 8, WARPS, B)), WARPS, B, FORMAT, LONG)
+        even_w, odd_w = weights(tl.load(codes_ptr + codes_at + g * 16), factor, False, LONG, False)
         acc = dot(placed_many(odd_w, BN, WARPS), odd, dot(placed_many(even_w, BN, WARPS), even, acc))
+    return acc, seen
+
+
+@triton.jit
+def _product_many(
+    x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K: tl.constexpr, FORMAT: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sum alone."""
+    acc, seen = _sum_many(x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, False, BN, ROWS, WARPS, STAGES)
+    if FORMAT == MX:
+        if tl.max(((seen & LARGE) != 0).to(tl.int32)) > 0:
+            acc, seen = _sum_many(
+                x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, True, BN, ROWS, WARPS, STAGES
+            )
     return acc
 
 

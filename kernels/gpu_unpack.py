@@ -7,8 +7,8 @@ must hold, and no weight moves: a group of 128 inputs is two products of 64 colu
 differs between the products of few rows (each warp its own part of the inputs) and of many (all warps together).
 
 E2M1 in the low bits of a bfloat16's exponent and the high bit of its mantissa is its value times 2^-126, zero and the
-subnormal included; so a block's scale times 2^126 makes it what it stands for. That factor exists up to SHORT; where
-scales are larger, one product brings the weight back and another applies its scale.
+subnormal included; so a block's scale times 2^126 makes it what it stands for. That factor exists for scales up to 1;
+where they are larger, one product brings the weight back and another applies its scale.
 """
 
 # pyright: basic, reportArgumentType=false
@@ -18,26 +18,33 @@ import triton.language as tl
 from muse_fn.kernels.gpu import INTERPRETED
 
 GROUP = 128  # inputs that are renumbered together
-SHORT = tl.constexpr(128)  # the largest e8m0 byte whose factor, 2^(byte - 127 + 126), a bfloat16 holds
+LARGE = tl.constexpr(-0x7F7F7F80)  # of four e8m0 bytes the bits that say that one's factor may not be a bfloat16
 NV_SHIFT = tl.constexpr(2.0**-16)  # what is left out of the factors of NVFP4, whose scales reach 448
 
 
-def _asm(registers: int, *factors: str) -> tl.constexpr:
+def _asm(registers: int, *factors: str, tight: bool = False) -> tl.constexpr:
     """Registers of eight codes and as many factors -> for each the even inputs' weights of bytes (0, 2), all of (1, 3),
-    then the odd inputs' likewise, each times every factor; "@" is the one given."""
+    then the odd inputs' likewise, each times every factor; "@" is the one given. If tight in more instructions, for
+    which the compiler needs fewer registers."""
     lines: list[str] = []
     for i in range(registers):
         code, by = f"${4 * registers + i}", f"${5 * registers + i}"
         e, f, g, h = (f"${n * registers + i}" for n in range(4))
-        cut = "and.b32 s, s, 0x01C001C0; lop3.b32"
+        cut, pick = "and.b32 u, u, 0x01C001C0; lop3.b32", "0x01C001C0, 0xE4;"  # the latter: u's bits there, v's beside
         lines += [
-            f"shl.b32 s, {code}, 6; shl.b32 t, {code}, 12; {cut} {e}, t, 0x80008000, s, 0xEA;",
-            f"shr.u32 s, {code}, 2; shl.b32 t, {code}, 4; {cut} {f}, t, 0x80008000, s, 0xEA;",
-            f"shl.b32 s, {code}, 2; shl.b32 t, {code}, 8; {cut} {g}, t, 0x80008000, s, 0xEA;",
-            f"shr.u32 s, {code}, 6; {cut} {h}, {code}, 0x80008000, s, 0xEA;",
-        ]
+            f"shl.b32 u, {code}, 6; shl.b32 v, {code}, 12; {cut} {e}, v, 0x80008000, u, 0xEA;",
+            f"shr.u32 u, {code}, 2; shl.b32 v, {code}, 4; {cut} {f}, v, 0x80008000, u, 0xEA;",
+            f"shl.b32 u, {code}, 2; shl.b32 v, {code}, 8; {cut} {g}, v, 0x80008000, u, 0xEA;",
+            f"shr.u32 u, {code}, 6; {cut} {h}, {code}, 0x80008000, u, 0xEA;",
+        ] if tight else [
+            f"and.b32 s, {code}, 0x08080808; and.b32 t, {code}, 0x80808080;",  # every second sign
+            f"shl.b32 u, {code}, 6; shl.b32 v, s, 12; lop3.b32 {e}, u, v, {pick}",
+            f"shr.u32 u, {code}, 2; shl.b32 v, s, 4; lop3.b32 {f}, u, v, {pick}",
+            f"shl.b32 u, {code}, 2; shl.b32 v, t, 8; lop3.b32 {g}, u, v, {pick}",
+            f"shr.u32 u, {code}, 6; lop3.b32 {h}, u, t, {pick}",
+        ]  # fmt: skip
         lines += [f"mul.rn.bf16x2 {x}, {x}, {by if n == '@' else n};" for n in factors for x in (e, f, g, h)]
-    return tl.constexpr("{\n.reg .b32 s, t, one;\nmov.b32 one, 0x7E807E80;\n" + "\n".join(lines) + "\n}")
+    return tl.constexpr("{\n.reg .b32 s, t, u, v, one;\nmov.b32 one, 0x7E807E80;\n" + "\n".join(lines) + "\n}")
 
 
 def _constraints(registers: int) -> tl.constexpr:
@@ -46,6 +53,7 @@ def _constraints(registers: int) -> tl.constexpr:
 
 # 16 bytes at once where registers allow it: the compiler then keeps them together.
 _ASM, _LONG_ASM, _OF_FOUR = _asm(4, "@"), _asm(4, "one", "@"), _constraints(4)
+_TIGHT_ASM, _TIGHT_LONG_ASM = _asm(4, "@", tight=True), _asm(4, "one", "@", tight=True)
 _ONE_ASM, _ONE_LONG_ASM, _OF_ONE = _asm(1, "@"), _asm(1, "one", "@"), _constraints(1)
 
 
@@ -75,9 +83,15 @@ def e8m0(byte):
 
 
 @triton.jit
-def short_factor(byte):
-    """2^(byte - 1) likewise, for bytes up to SHORT, and that of SHORT for those above."""
-    return tl.minimum(byte, SHORT) * 0x800080 + 0x3F003F00
+def short_factor(scales, q):
+    """2^(byte - 1) likewise, of byte q of four; anything of a byte above 127."""
+    if INTERPRETED:
+        both = tl.minimum((scales >> (8 * q)) & 0xFF, 127) * 0x10001  # it would warn of infinities
+    else:
+        both = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [scales, q * 0x101 + 0x4040], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return both * 0x80 + 0x3F003F00
 
 
 @triton.jit
@@ -102,7 +116,7 @@ def _half(x, at: tl.constexpr):
 
 
 @triton.jit
-def weights(codes, factor, FEW: tl.constexpr, LONG: tl.constexpr):
+def weights(codes, factor, FEW: tl.constexpr, LONG: tl.constexpr, TIGHT: tl.constexpr):
     """Codes int32 [..., 16], eight in each, and for each the bfloat16 it is multiplied with, twice in an int32 -> the
     weights of the even and of the odd inputs, bfloat16 [..., 16, 2, 2]: register, (0, 2) or (1, 3), which of both."""
     if INTERPRETED:
@@ -111,7 +125,8 @@ def weights(codes, factor, FEW: tl.constexpr, LONG: tl.constexpr):
         odd = tl.join(tl.join(_scaled(codes, factor, 4, LONG), _scaled(codes, factor, 20, LONG)),
                       tl.join(_scaled(codes, factor, 12, LONG), _scaled(codes, factor, 28, LONG)))  # fmt: skip
     else:
-        four: tl.constexpr = _LONG_ASM if LONG else _ASM
+        tight: tl.constexpr = _TIGHT_LONG_ASM if LONG else _TIGHT_ASM
+        four: tl.constexpr = tight if TIGHT else _LONG_ASM if LONG else _ASM
         one: tl.constexpr = _ONE_LONG_ASM if LONG else _ONE_ASM
         e, f, g, h = tl.inline_asm_elementwise(
             four if FEW else one, _OF_FOUR if FEW else _OF_ONE, [codes, factor],
