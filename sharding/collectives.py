@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muse_fn.sharding.mesh import MOST_RANKS, Axes, Link, Mesh, MeshError
+from muse_fn.sharding.words import Words, connected
 
 # What processes tell each other goes through gloo on any device: it does not wait for what the device still computes.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "hpu": "cpu:gloo,hpu:hccl"}
@@ -59,10 +60,15 @@ def broadcast(x: Tensor, mesh: Mesh, axes: Axes, index: int) -> Tensor:
 def tell_all(data: bytes | None, mesh: Mesh) -> bytes:
     """What rank 0 gives, on every rank; the others give None. All ranks of the mesh call it; no device takes part."""
     link, peers = link_of(mesh), tuple(range(mesh.ranks))
-    size = link.broadcast(torch.tensor([len(data or b"")]), 0, peers)
-    mine = torch.empty(int(size), dtype=torch.uint8)
-    if data is not None:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return link.tell(data, peers) if isinstance(link, Distributed) else _told(data, link, peers)
+
+
+def _told(data: bytes | None, link: Link, peers: tuple[int, ...]) -> bytes:
+    """The same by two collectives, of how many bytes and of the bytes."""
+    size = int(link.broadcast(torch.tensor([len(data or b"")]), 0, peers))
+    if not size:
+        return b""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
     return link.broadcast(mine, 0, peers).numpy().tobytes()
 
 
@@ -89,6 +95,29 @@ class Distributed:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._words: tuple[Words | None, ...] = ()  # none yet, or what `connected` found
+
+    @property
+    def has_words(self) -> bool:
+        """Whether ranks are connected for `tell`."""
+        return bool(self._words) and self._words[0] is not None
+
+    def tell(self, data: bytes | None, peers: tuple[int, ...]) -> bytes:
+        """See `tell_all`; `peers` are all ranks. The first call connects them."""
+
+        def agreed(mine: bool) -> bool:
+            return bool(self.all_sum(torch.tensor([int(mine)]), peers) == len(peers))
+
+        rank = dist.get_rank()
+        try:
+            if not self._words:
+                found = connected(rank, len(peers), lambda told: _told(told, self, peers), agreed, TIMEOUT)
+                self._words = (found,)
+            (words,) = self._words
+            return _told(data, self, peers) if words is None else words.tell(data)
+        except (EOFError, OSError) as error:
+            others = "another rank" if data is not None else "rank 0"
+            raise PeerError(f"rank {rank} lost {others} ({type(error).__name__})") from error
 
     def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         """See mesh.Link."""

@@ -4,8 +4,10 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,7 +18,18 @@ if __name__ == "__main__":  # started as a rank: `tests` lies beside the rooms
 import muse_fn
 from muse_fn.serve.launch import launch
 from muse_fn.serve.member import line, tell
-from muse_fn.sharding.collectives import PeerError, broadcast, gather, hand_on, join, leave, psum, stacked
+from muse_fn.sharding.collectives import (
+    Distributed,
+    PeerError,
+    broadcast,
+    gather,
+    hand_on,
+    join,
+    leave,
+    psum,
+    stacked,
+    tell_all,
+)
 from muse_fn.sharding.mesh import AXES, Axes, Mesh, parse_mesh
 
 NANO = Path(muse_fn.__file__).parent / "nano"
@@ -55,6 +68,43 @@ def lost(mesh: Mesh) -> str:
     return "nothing"
 
 
+TOLD = [b"", b"a", bytes(range(256)) * 16_384, b"and more"]
+
+
+def told(mesh: Mesh) -> tuple[list[bytes], bool]:
+    """What rank 0 tells, and whether that went through sockets."""
+    heard = [tell_all(words if mesh.rank == 0 else None, mesh) for words in TOLD]
+    return heard, isinstance(mesh.link, Distributed) and mesh.link.has_words
+
+
+def told_from_afar(mesh: Mesh) -> tuple[list[bytes], bool]:
+    """The same where the last rank does not see the others' files."""
+    with patch.object(Path, "exists", return_value=False) if mesh.rank == mesh.ranks - 1 else nullcontext():
+        return told(mesh)
+
+
+def unheard(mesh: Mesh) -> str:
+    """The last rank goes while rank 0 still tells."""
+    return _missed(mesh, mesh.ranks - 1)
+
+
+def silent(mesh: Mesh) -> str:
+    """Rank 0 goes while the others still listen."""
+    return _missed(mesh, 0)
+
+
+def _missed(mesh: Mesh, gone: int) -> str:
+    tell_all(b"first" if mesh.rank == 0 else None, mesh)
+    if mesh.rank == gone:
+        os._exit(0)
+    try:
+        for _ in range(1000):  # some may still fit into the socket
+            tell_all(b"more" * 1000 if mesh.rank == 0 else None, mesh)
+    except PeerError as error:
+        return str(error)
+    return "nothing"
+
+
 def embedded(mesh: Mesh) -> dict[str, Any]:
     """Logits, tokens and scores of the embedded model."""
     model = muse_fn.load(NANO, mesh=mesh)
@@ -65,7 +115,8 @@ def embedded(mesh: Mesh) -> dict[str, Any]:
     return found | {"score": muse_fn.score(model, PROMPTS[2], mesh)}
 
 
-TASKS: dict[str, Callable[[Mesh], Any]] = {f.__name__: f for f in (collectives, lost, embedded)}
+EVERY = (collectives, lost, told, told_from_afar, unheard, silent, embedded)
+TASKS: dict[str, Callable[[Mesh], Any]] = {f.__name__: f for f in EVERY}
 
 
 def run(task: Callable[[Mesh], Any], mesh: Mesh, folder: Path) -> Iterator[Any]:

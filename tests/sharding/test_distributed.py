@@ -1,5 +1,6 @@
 """Ranks that are processes, over the loopback interface: collectives, the embedded model, and a rank that is lost."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,31 @@ def test_who_misses_a_rank_says_so(tmp_path: Path) -> None:
     assert "rank 0 lost one of ranks (0, 1, 2)" in first
     assert "rank 1 lost one of ranks (0, 1, 2)" in second
     assert third is None
+
+
+@pytest.mark.parametrize(("task", "by_sockets"), [(ranks.told, True), (ranks.told_from_afar, False)])
+def test_what_rank_0_tells_all_hear(
+    task: Callable[[Mesh], tuple[list[bytes], bool]], by_sockets: bool, tmp_path: Path
+) -> None:
+    for heard in ranks.run(task, Mesh(ep=3), tmp_path):
+        assert heard == (ranks.TOLD, by_sockets)
+
+
+def test_a_socket_needs_a_path_that_is_short_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (deep := tmp_path / ("deep" * 30)).mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    for heard in ranks.run(ranks.told, Mesh(ep=2), tmp_path):
+        assert heard == (ranks.TOLD, False)
+
+
+def test_who_goes_while_others_tell_or_listen_is_missed(tmp_path: Path) -> None:
+    first, _, third = ranks.run(ranks.unheard, Mesh(ep=3), tmp_path)
+    assert third is None
+    assert "rank 0 lost another rank" in first
+    (tmp_path / "silent").mkdir()
+    first, *others = ranks.run(ranks.silent, Mesh(ep=3), tmp_path / "silent")
+    assert first is None
+    assert [other[:18] for other in others] == ["rank 1 lost rank 0", "rank 2 lost rank 0"]
 
 
 @pytest.mark.parametrize(
