@@ -8,7 +8,9 @@ Sizes that change from step to step are not specialised: a server would wait for
 
 # pyright: basic
 import os
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -77,3 +79,16 @@ def why_not(device: torch.device) -> str:
         return f"there is no CUDA device behind {device}"
     found = torch.cuda.get_device_capability(device)
     return "" if found >= OLDEST else f"compute capability {found[0]}.{found[1]}: needs {OLDEST[0]}.{OLDEST[1]}"
+
+
+def on_compile(tell: Callable[[str, float], None]) -> None:
+    """From now on tells of every kernel that is compiled, and not found in the cache: its name with its constants, and
+    how many seconds that took."""
+
+    def heard(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        if not cache_hit:
+            names = src.fn.arg_names
+            constants = ", ".join(f"{names[at[0]]}={value}" for at, value in src.constants.items())
+            tell(f"{src.fn.__name__}({constants})", times.total / 1e6)
+
+    triton.knobs.compilation.listener = heard  # pyright: ignore[reportAttributeAccessIssue]

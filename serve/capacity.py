@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from muse_fn.batch import Batch, Runner, blocks_needed, open_batch
-from muse_fn.captured_decode import DecodeSteps, Progress, capture_decode
+from muse_fn.captured_decode import Progress, capture_decode
 from muse_fn.generation import BLOCK
 from muse_fn.kvcache.cache import KVCache, blocks_for
-from muse_fn.serve.rehearsal import rehearse
+from muse_fn.serve.rehearsal import rehearse, watch_compiler
+from muse_fn.serve.replays import Replays
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ def open_cache(runner: Runner, settings: EngineSettings) -> Batch:
 
 def capture_steps(
     runner: Runner, kv: KVCache, settings: EngineSettings, allowed_V: Tensor | None, progress: Progress | None = None
-) -> tuple[DecodeSteps, KVCache]:
+) -> tuple[Replays, KVCache]:
     """Decode steps for up to all rows and the longest sequence. On a card many kinds of steps are run before, so
     that their kernels are compiled. Consumes `kv`."""
     if runner.device.type == "cuda":
         kv = rehearse(runner, kv, settings.rows, settings.block_size, allowed_V, progress)
-    return capture_decode(
+    steps, kv = capture_decode(
         runner.params,
         kv,
         runner.config,
@@ -61,3 +62,6 @@ def capture_steps(
         ops=runner.ops,
         progress=progress,
     )
+    if runner.device.type == "cuda":
+        watch_compiler()
+    return Replays(steps), kv

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.batch import Runner
-from muse_fn.captured_decode import DecodeSteps, Progress
+from muse_fn.captured_decode import Progress
 from muse_fn.kvcache.blocks import new_pool, stats
 from muse_fn.kvcache.cache import KVCache
 from muse_fn.serve.capacity import EngineSettings, capture_steps, open_cache, positions_that_fit
@@ -31,6 +31,7 @@ from muse_fn.serve.jobs import Done, Finish, Job, Load, New, Reading, Refused, S
 from muse_fn.serve.lives import Live, end_of, scoring_of
 from muse_fn.serve.metrics import Metrics
 from muse_fn.serve.pace import Pace
+from muse_fn.serve.replays import Replays
 from muse_fn.serve.scheduler import Budget, Plan, Row, State, Work, add, end, launch, plan, settle
 from muse_fn.serve.steps import Drawn, Found, Orders, Scoring, fits, run
 from muse_fn.serve.streams import JobStream
@@ -70,7 +71,7 @@ class ModelEngine:
     def __post_init__(self) -> None:
         batch = open_cache(self.runner, self.settings)
         self._kv: KVCache = batch.kv
-        self._captured: DecodeSteps | None = None
+        self._captured: Replays | None = None
         self.limit = positions_that_fit(self.runner, self.settings)
         self._state = State(batch.pool)
         self._lives: dict[int, Live] = {}
@@ -85,7 +86,7 @@ class ModelEngine:
     def capture(self, progress: Progress | None = None) -> None:
         """Captures the decode steps of all sizes, before the start. On a mesh every rank does, see `follow`."""
         self._captured, self._kv = capture_steps(self.runner, self._kv, self.settings, self.allowed_V, progress)
-        self.metrics.captured(len(self._captured.captured))
+        self.metrics.captured(len(self._captured.steps.captured))
 
     def start(self) -> None:
         """Begins to run jobs."""

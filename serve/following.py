@@ -6,8 +6,8 @@ from typing import cast
 from torch import Tensor
 
 from muse_fn.batch import Runner
-from muse_fn.captured_decode import DecodeSteps
 from muse_fn.kvcache.cache import KVCache
+from muse_fn.serve.replays import Replays
 from muse_fn.serve.steps import Orders, run
 from muse_fn.sharding.collectives import tell_all
 from muse_fn.sharding.mesh import Mesh
@@ -21,7 +21,7 @@ def announce(orders: Orders | None, mesh: Mesh) -> None:
         tell_all(pickle.dumps(orders), mesh)
 
 
-def follow(runner: Runner, kv: KVCache, allowed_V: Tensor | None, captured: DecodeSteps | None = None) -> None:
+def follow(runner: Runner, kv: KVCache, allowed_V: Tensor | None, captured: Replays | None = None) -> None:
     """What every other rank does until it is told to go. Consumes `kv`."""
     while True:
         # What the first rank of this very program wrote; ranks trust each other with their memory anyway.

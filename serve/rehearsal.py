@@ -3,8 +3,10 @@
 A kernel is compiled anew for each of the fewest rows, and above for every power of two and by whether 16 divides them.
 """
 
+import logging
 import time
 from collections.abc import Iterator
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -18,7 +20,10 @@ from muse_fn.sample import Sampling
 from muse_fn.serve.scheduler import Share
 from muse_fn.serve.steps import Orders, Rule, run
 
+log = logging.getLogger("muse_fn.serve")
+
 FEWEST = 16
+TOGETHER = (3, 16, 50, 128, 500)  # tokens of each of several prompts
 WAYS = (Sampling(), Sampling(1.0), Sampling(1.0, top_k=50, top_p=0.9))
 
 
@@ -30,8 +35,8 @@ def lengths(most: int) -> list[int]:
 
 
 def steps(runner: Runner, rows: int, block_size: int) -> Iterator[Orders]:
-    """Prompts of these lengths at the start and behind one chunk, and decodes of up to `rows` sequences. Their tables
-    name block 0 alone, which belongs to nobody."""
+    """Prompts of these lengths at the start and behind one chunk, decodes of up to `rows` sequences, as many prompts
+    together. Their tables name block 0 alone, which belongs to nobody."""
     groups, behind = len(layout_of(runner.config, runner.mesh).windows), runner.chunk
     table = np.zeros((groups, blocks_for(2 * behind + 1, block_size)), np.int64)
 
@@ -46,6 +51,8 @@ def steps(runner: Runner, rows: int, block_size: int) -> Iterator[Orders]:
         yield Orders((share(behind, length),), (), rules(1, n + 1), (None,))
     for n, count in enumerate(lengths(rows)):
         yield Orders((), (share(behind, 1),) * count, rules(count, n), ())
+        for length in [length for length in TOGETHER if count > 1 and count * length <= runner.chunk]:
+            yield Orders((share(0, length),) * count, (), rules(count, n), (None,) * count)
 
 
 def rehearse(
@@ -65,3 +72,12 @@ def rehearse(
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     return kv
+
+
+def watch_compiler() -> None:
+    """On a card: what the compiler still has to do is said in the log, since a request waits for it."""
+
+    def tell(kernel: str, seconds: float) -> None:
+        log.warning("a step waited %.2f s for the compiler: %s", seconds, kernel)
+
+    import_module("muse_fn.kernels.gpu").on_compile(tell)

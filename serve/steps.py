@@ -14,12 +14,12 @@ from torch import Tensor
 
 from muse_fn.adjust import Bias, Seen, biased, likely, penalised
 from muse_fn.batch import Runner
-from muse_fn.captured_decode import DecodeSteps, to_host
 from muse_fn.decoder import logits as to_logits
 from muse_fn.kernels.select import select
 from muse_fn.kvcache.cache import KVCache, View
 from muse_fn.sample import Sampling, draws, sample
 from muse_fn.serve.jobs import Logprob
+from muse_fn.serve.replays import Replays, batch_of
 from muse_fn.serve.scheduler import Share
 from muse_fn.step import decode, prefill
 from muse_fn.step import run as run_layers
@@ -70,7 +70,7 @@ class Found(NamedTuple):
 
 @torch.inference_mode()
 def run(
-    runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None, captured: DecodeSteps | None = None
+    runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None, captured: Replays | None = None
 ) -> tuple[Found, KVCache]:
     """Does the step. Consumes `kv`. Ids that are False in `allowed_V` (bool [V]) are never drawn. On a mesh every rank
     calls with the same orders, and gets the same result. A `captured` step is taken where it can do what is asked for;
@@ -78,29 +78,20 @@ def run(
     apart: tuple[Drawn, ...] = ()
     if captured is not None and fits(captured, orders):
         drawn = sum(share.draws for share in orders.reads)
-        apart, kv = _replay(captured, kv, orders.decodes, orders.rules[drawn:])
+        tokens, kv = captured(kv, orders.decodes, [rule.sampling for rule in orders.rules[drawn:]])
+        apart = tuple(Drawn(token, None) for token in tokens)
         orders = orders._replace(decodes=(), rules=orders.rules[:drawn])
     found, kv = _run(runner, kv, orders, allowed_V)
     return found._replace(drawn=(*found.drawn, *apart)), kv
 
 
-def fits(captured: DecodeSteps, orders: Orders) -> bool:
+def fits(captured: Replays, orders: Orders) -> bool:
     """Whether these decodes ask for nothing that the captured steps leave out, and are not too many or too long."""
     size = len(orders.decodes), max((share.table_GN.shape[1] for share in orders.decodes), default=0)
-    largest = max(captured.captured)
+    largest = max(captured.steps.captured)
     rules = orders.rules[len(orders.rules) - len(orders.decodes) :]
     plain = all(extra is None for rule in rules for extra in rule[1:])
     return 0 < size[0] <= largest.batch and size[1] <= largest.columns and plain
-
-
-def _replay(
-    captured: DecodeSteps, kv: KVCache, shares: Sequence[Share], rules: Sequence[Rule]
-) -> tuple[tuple[Drawn, ...], KVCache]:
-    tokens, view = _batch(shares, torch.device("cpu"))
-    draw = draws([rule.sampling for rule in rules], captured.config.vocab_size)
-    after, kv = captured(captured.begin(tokens, view, draw, kv), kv)
-    drawn = to_host(after.tokens_B1).wait()[: len(shares)]
-    return tuple(Drawn(token, None) for token in drawn), kv
 
 
 def _run(runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None) -> tuple[Found, KVCache]:
@@ -114,7 +105,7 @@ def _run(runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None) 
         if scoring is not None:
             rows[n], scores[n], kv = _score(runner, kv, orders.reads[n], scoring, allowed_V)
     if orders.decodes:
-        tokens, view = _batch(orders.decodes, runner.device)
+        tokens, view = batch_of(orders.decodes, runner.device)
         ran, kv = _decode(runner, kv, tokens, view)
         rows |= {len(orders.reads) + n: row for n, row in enumerate(ran[:, 0])}
     shares = (*orders.reads, *orders.decodes)
@@ -138,22 +129,9 @@ def packed(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _batch(shares: Sequence[Share], device: torch.device) -> tuple[Tensor, View]:
-    """Tokens int64 [B, T], each row padded at its end, and where they go."""
-    groups = len(shares[0].table_GN)
-    width, length = (max(sizes) for sizes in ([s.table_GN.shape[1] for s in shares], [len(s.tokens) for s in shares]))
-    tokens = np.zeros((len(shares), length), np.int64)
-    tables = np.zeros((groups, len(shares), width), np.int64)
-    for row, share in enumerate(shares):
-        tokens[row, : len(share.tokens)] = share.tokens
-        tables[:, row, : share.table_GN.shape[1]] = share.table_GN
-    past, count = np.array([(share.start, len(share.tokens)) for share in shares], np.int64).T.copy()
-    return torch.from_numpy(tokens).to(device), View(*(torch.from_numpy(x).to(device) for x in (tables, past, count)))
-
-
 def _read(runner: Runner, kv: KVCache, shares: Sequence[Share]) -> tuple[Tensor, KVCache]:
     """Logits [B, V] after the last token of each."""
-    tokens, view = _batch(shares, runner.device)
+    tokens, view = batch_of(shares, runner.device)
     # The scheduler gives every row its blocks, which takes the same checks apart, row by row.
     return prefill(
         runner.params, tokens, kv, view, runner.config, runner.mesh, gathered=False, checked=True, ops=runner.ops
@@ -172,7 +150,7 @@ def _score(
 ) -> tuple[Tensor, tuple[Logprob, ...], KVCache]:
     """Logits [V] after the last token, and log-probabilities of the targets; vocabulary logits exist for few positions
     at a time."""
-    tokens, view = _batch([share], runner.device)
+    tokens, view = batch_of([share], runner.device)
     config, mesh, ops = runner.config, runner.mesh, runner.ops or select(runner.device)
     ran = run_layers(runner.params, tokens, kv, view, config, mesh, is_start=share.start == 0, ops=ops)
     found: list[Logprob] = []

@@ -102,7 +102,13 @@ def instructions(ptx: str) -> Facts:
 def facts(file: str, place: int, folder: Path) -> Facts:
     """One configuration compiled, and what there is to say of it."""
     kernel, types, constants, options = import_module(f"muse_fn.kernels.{file}").COMPILED[place]
-    about: Facts = {"file": file, "place": place, "kernel": kernel.fn.__name__}
+    told: list[tuple[str, float]] = []
+
+    def tell(name: str, seconds: float) -> None:
+        told.append((name, seconds))
+
+    import_module("muse_fn.kernels.gpu").on_compile(tell)
+    about: Facts = {"file": file, "place": place, "kernel": kernel.fn.__name__, "told": told}
     try:
         made = compiled(kernel, types, constants, options)
     except Exception as error:
@@ -156,8 +162,13 @@ def test_every_kernel_is_compiled_and_fits_the_device(tmp_path: Path) -> None:
     for f in found:  # threads need no memory beside their registers, but for what is kept while a loop runs
         assert f["spilled"] <= 2, f
         assert f["LOCAL"] == 0, f
+        for told, seconds in f["told"]:
+            assert told.startswith(f["kernel"] + "("), f
+            assert seconds > 0, f
         assert 0 < f["REG"] <= 255, f
         assert f["shared"] <= MOST_SHARED, f
+    # Of two configurations that are the same to the compiler the second is found in its cache.
+    assert {f["kernel"] for f in found if len(f["told"]) == 1} == {f["kernel"] for f in found}
     products = [f for f in found if f["kernel"] in ("_gate_up_kernel", "_down_kernel")]
     assert {f["constants"]["FORMAT"] for f in products} == {0, 1, 2}
     assert {f["constants"]["ROWS"] for f in products} == {8, 16, 128}

@@ -40,7 +40,9 @@ def test_every_kind_of_step_is_run() -> None:
     config = SMALL
     runner = Runner(random_params(config, 0), config, chunk=24)
     every: list[Orders] = list(steps(runner, 5, 8))
-    reads = [(share.start, len(share.tokens)) for orders in every for share in orders.reads]
+    reads = [(share.start, len(share.tokens)) for orders in every if len(orders.reads) == 1 for share in orders.reads]
     assert {(start, length) for start in (0, 24) for length in lengths(24)} == set(reads)
     assert {len(orders.decodes) for orders in every} - {0} == set(range(1, 6))
+    together = {tuple(len(share.tokens) for share in orders.reads) for orders in every if len(orders.reads) > 1}
+    assert together == {(3,) * count for count in range(2, 6)}
     assert len({rule.sampling for orders in every for rule in orders.rules}) == 3
