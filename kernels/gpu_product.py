@@ -105,6 +105,7 @@ def _sum_few(
         factor = _factors(scales, WARPS, B, FORMAT, LONG)
         if FORMAT == MX:
             seen |= scales
+        # Of few routes (not AHEAD) as many programs as possible are to be on a multiprocessor: in few registers.
         even_w, odd_w = weights(codes, factor, True, LONG, not AHEAD)
         acc = dot(placed_few(even_w, WARPS, BN, AT_ONCE), even, acc)
         acc = dot(placed_few(odd_w, WARPS, BN, AT_ONCE), odd, acc)
