@@ -12,7 +12,7 @@ from muse_fn.serve.steps import Orders, run
 from muse_fn.sharding.collectives import tell_all
 from muse_fn.sharding.mesh import Mesh
 
-NOTHING = Orders((), (), (), ())  # a sign of life: a collective that nobody joins for long is an error
+NOTHING = Orders((), (), (), ())  # a sign of life: who does not hear such words for long is missed
 
 
 def announce(orders: Orders | None, mesh: Mesh) -> None:

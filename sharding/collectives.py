@@ -7,6 +7,7 @@ Gradients do not pass through the ranks of a mesh.
 
 import gc
 import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -90,12 +91,22 @@ def link_of(mesh: Mesh) -> Link:
     return mesh.link
 
 
+_made: weakref.WeakSet["Distributed"] = weakref.WeakSet()
+
+
 class Distributed:
     """Ranks as processes, by torch.distributed's functional collectives over groups made when first needed."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._words: tuple[Words | None, ...] = ()  # none yet, or what `connected` found
+        _made.add(self)
+
+    def close(self) -> None:
+        """Ends what `tell` has begun."""
+        for words in self._words:
+            if words is not None:
+                words.close()
 
     @property
     def has_words(self) -> bool:
@@ -232,6 +243,8 @@ def leave() -> None:
 
     Captured steps must be gone: NCCL does not end while a CUDA graph has collectives of the group in it.
     """
+    for link in _made:
+        link.close()
     if dist.is_initialized():
         gc.collect()  # what refers to itself may still hold such a graph
         dist.destroy_process_group()

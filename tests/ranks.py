@@ -3,8 +3,10 @@
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +20,8 @@ if __name__ == "__main__":  # started as a rank: `tests` lies beside the rooms
 import muse_fn
 from muse_fn.serve.launch import launch
 from muse_fn.serve.member import line, tell
+from muse_fn.sharding import collectives as collectives_file
+from muse_fn.sharding import words as words_file
 from muse_fn.sharding.collectives import (
     Distributed,
     PeerError,
@@ -79,7 +83,8 @@ def told(mesh: Mesh) -> tuple[list[bytes], bool]:
 
 def told_from_afar(mesh: Mesh) -> tuple[list[bytes], bool]:
     """The same where the last rank does not see the others' files."""
-    with patch.object(Path, "exists", return_value=False) if mesh.rank == mesh.ranks - 1 else nullcontext():
+    far = patch.object(words_file, "_reached", return_value=None)
+    with far if mesh.rank == mesh.ranks - 1 else nullcontext():
         return told(mesh)
 
 
@@ -91,6 +96,26 @@ def unheard(mesh: Mesh) -> str:
 def silent(mesh: Mesh) -> str:
     """Rank 0 goes while the others still listen."""
     return _missed(mesh, 0)
+
+
+def hung(mesh: Mesh) -> str:
+    """The last rank stays, but hears nothing any more."""
+    with patch.object(collectives_file, "TIMEOUT", timedelta(seconds=3)):
+        tell_all(b"first" if mesh.rank == 0 else None, mesh)
+    if mesh.rank == mesh.ranks - 1:
+        time.sleep(8)
+        return ""
+    try:
+        while True:
+            tell_all(b"a sign" if mesh.rank == 0 else None, mesh)
+    except PeerError as error:
+        return str(error)
+
+
+def told_without_a_folder(mesh: Mesh) -> tuple[list[bytes], bool]:
+    """What rank 0 tells where it may write nothing."""
+    with patch("tempfile.TemporaryDirectory", side_effect=PermissionError("read-only")):
+        return told(mesh)
 
 
 def _missed(mesh: Mesh, gone: int) -> str:
@@ -115,7 +140,7 @@ def embedded(mesh: Mesh) -> dict[str, Any]:
     return found | {"score": muse_fn.score(model, PROMPTS[2], mesh)}
 
 
-EVERY = (collectives, lost, told, told_from_afar, unheard, silent, embedded)
+EVERY = (collectives, lost, told, told_from_afar, told_without_a_folder, unheard, silent, hung, embedded)
 TASKS: dict[str, Callable[[Mesh], Any]] = {f.__name__: f for f in EVERY}
 
 

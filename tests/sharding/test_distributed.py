@@ -43,7 +43,10 @@ def test_who_misses_a_rank_says_so(tmp_path: Path) -> None:
     assert third is None
 
 
-@pytest.mark.parametrize(("task", "by_sockets"), [(ranks.told, True), (ranks.told_from_afar, False)])
+@pytest.mark.parametrize(
+    ("task", "by_sockets"),
+    [(ranks.told, True), (ranks.told_from_afar, False), (ranks.told_without_a_folder, False)],
+)
 def test_what_rank_0_tells_all_hear(
     task: Callable[[Mesh], tuple[list[bytes], bool]], by_sockets: bool, tmp_path: Path
 ) -> None:
@@ -66,6 +69,11 @@ def test_who_goes_while_others_tell_or_listen_is_missed(tmp_path: Path) -> None:
     first, *others = ranks.run(ranks.silent, Mesh(ep=3), tmp_path / "silent")
     assert first is None
     assert [other[:18] for other in others] == ["rank 1 lost rank 0", "rank 2 lost rank 0"]
+
+
+def test_who_hangs_is_missed_though_words_would_fit_into_its_socket(tmp_path: Path) -> None:
+    first, _ = ranks.run(ranks.hung, Mesh(ep=2), tmp_path)
+    assert first == "rank 0 lost another rank (TimeoutError)"
 
 
 @pytest.mark.parametrize(
