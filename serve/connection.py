@@ -10,6 +10,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 HEAD_BYTES = 64 * 1024  # request line and headers
 HEAD_SECONDS = 20.0  # from the connection, or the first byte of a later request, to the end of the headers
+LINGER_SECONDS = 1.0  # what a client still sends after a refusal is taken: a closed socket would answer with a reset
 TOO_SLOW = (408, "Request Timeout", "the headers took too long")
 TOO_LARGE = (431, "Request Header Fields Too Large", f"the headers are larger than {HEAD_BYTES} bytes")
 
@@ -21,6 +22,7 @@ class Connection(HttpToolsProtocol):
     _is_head = True
     _heads = 0  # that have ended
     _size = 0  # bytes of the head that has not
+    _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The first head is awaited from now on."""
@@ -33,13 +35,21 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Pieces that belong to a head as a whole are counted."""
+        """Pieces that belong to a head as a whole are counted; after a refusal none is read.
+
+        What belongs to no request to be answered, such as the rest of a body that was answered early, is borne for as
+        long as a head.
+        """
+        if self._is_refused:
+            return
         was_head, heads = self._is_head, self._heads
         super().data_received(data)
         if was_head and heads == self._heads:
             self._size += len(data)
             if self._size > HEAD_BYTES:
                 self._refuse(TOO_LARGE)
+        if self._timer is None and not self._is_answering():
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def on_message_begin(self) -> None:
         """A head begins."""
@@ -64,18 +74,32 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, why: tuple[int, str, str]) -> None:
-        """Says why, unless an answer to an earlier request is under way, and ends the connection."""
+        """Says why, after the answer to an earlier request if there is one, and ends the connection.
+
+        A reset may reach the client before the reason is read, so where the transport can end one direction alone (TLS
+        cannot), the other stays open a little.
+        """
         self._stop_timer()
         if self.transport.is_closing():
             return
-        status, phrase, text = why
-        if not self._is_answering():
-            error = {"message": text, "type": "invalid_request_error", "param": None, "code": None}
-            body = json.dumps({"error": error})
-            head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-            self.transport.write(f"{head}connection: close\r\n\r\n{body}".encode())
-        self.transport.close()
+        self._is_refused = True
+        if self._is_answering():
+            self._timer = self.loop.call_later(LINGER_SECONDS, self._refuse, why)
+            return
+        self.transport.write(_answer(*why))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
 
     def _is_answering(self) -> bool:
         cycle: RequestResponseCycle | None = vars(self)["cycle"]  # None at first, though its annotation says otherwise
         return cycle is not None and not cycle.response_complete
+
+
+def _answer(status: int, phrase: str, text: str) -> bytes:
+    """A whole answer in the APIs' form of errors, after which the connection ends."""
+    body = json.dumps({"error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}})
+    head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return f"{head}connection: close\r\n\r\n{body}".encode()

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from muse_fn.serve import bodies, connection
 from muse_fn.serve.app import make_app
@@ -16,33 +19,49 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 BODY = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{"
 
 
-def answer_to(*pieces: bytes, pause: float = 0.0, limits: Limits | None = None) -> bytes:
+async def read_all(sock: socket.socket) -> bytes:
+    """What has come counts, even if a reset follows it."""
+    found = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
+            found += piece
+    return found
+
+
+def scripted(limits: Limits | None = None) -> ASGIApp:
+    return make_app(make_service(ScriptedEngine([]), limits=limits or Limits()))
+
+
+async def late(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that takes its time."""
+    await asyncio.sleep(0.5)
+    await PlainTextResponse("late")(scope, receive, send)
+
+
+def answer_to(*pieces: bytes, pause: float = 0.0, app: ASGIApp | None = None) -> bytes:
     """All that comes back until the server ends the connection. The last piece is sent again and again until then."""
 
     async def scene() -> bytes:
-        service = make_service(ScriptedEngine([]), limits=limits or Limits())
-        async with served(make_app(service), http=Connection, timeout_keep_alive=1) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            found = asyncio.create_task(reader.read())
-            with contextlib.suppress(ConnectionError), contextlib.closing(writer):
-                for piece in pieces[:-1]:
-                    writer.write(piece)
-                    await writer.drain()
-                while not found.done():
-                    writer.write(pieces[-1])
-                    await writer.drain()
-                    await asyncio.sleep(pause)
-            with contextlib.suppress(ConnectionError):
+        loop = asyncio.get_running_loop()
+        async with served(app or scripted(), http=Connection, timeout_keep_alive=1) as port:
+            with socket.create_connection(("127.0.0.1", port)) as sock:
+                sock.setblocking(False)
+                found = asyncio.create_task(read_all(sock))
+                with contextlib.suppress(ConnectionError):
+                    for piece in pieces[:-1]:
+                        await loop.sock_sendall(sock, piece)
+                    while not found.done():
+                        await loop.sock_sendall(sock, pieces[-1])
+                        await asyncio.sleep(pause)
                 return await found
-            return b""
 
     return on_loop(scene())
 
 
 @pytest.mark.parametrize("start", [b"GET /", HEALTH, HEALTH + b"x: "])
 def test_a_head_without_end_is_refused(start: bytes) -> None:
-    """Whether the refusal can still be read depends on the network; that the connection ends does not."""
-    answer_to(start, b"a" * 4096)
+    """The client can still read why, although it goes on sending."""
+    assert answer_to(start, b"a" * 4096).startswith(b"HTTP/1.1 431 ")
 
 
 def test_a_head_that_is_a_little_too_large_is_told_so() -> None:
@@ -59,12 +78,32 @@ def test_a_slow_head_is_refused(monkeypatch: pytest.MonkeyPatch, start: bytes, d
     assert found.startswith(b"HTTP/1.1 200 ") == (start.count(b"GET") > 1)
 
 
+@pytest.mark.parametrize(("drip", "status"), [(b"l", b"408"), (b"l" * HEAD_BYTES, b"431")])
+def test_a_refused_head_costs_no_answer_to_an_earlier_request(
+    monkeypatch: pytest.MonkeyPatch, drip: bytes, status: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.1 if status == b"408" else 20)
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.1)
+    found = answer_to(HEALTH + b"\r\n" + HEALTH, drip, pause=0.02, app=late)
+    assert found.startswith(b"HTTP/1.1 200 ")
+    assert b"late" in found
+    assert b"HTTP/1.1 %b " % status in found
+
+
 def test_a_slow_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something now and then is not enough."""
+    """Something now and then is not enough; nor is the rest of the body awaited without end."""
     monkeypatch.setattr(bodies, "RATE", 1000)
-    found = answer_to(BODY, b" ", pause=0.02, limits=Limits(stall=0.3))
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    found = answer_to(BODY, b" ", pause=0.02, app=scripted(Limits(stall=0.3)))
     assert found.startswith(b"HTTP/1.1 408 ")
     assert b"body: came too slowly" in found
+
+
+def test_what_is_no_request_does_not_keep_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The empty lines that a parser takes between two requests, after an answer."""
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    found = answer_to(HEALTH + b"\r\n", b"\r\n", pause=0.02)
+    assert found.count(b"HTTP/1.1 ") == found.count(b"HTTP/1.1 200 ") == 1
 
 
 def test_large_bodies_and_several_requests_are_no_heads() -> None:
