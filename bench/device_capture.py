@@ -1,10 +1,11 @@
-"""Captured decode steps on an accelerator: equal to eager steps bit for bit, and how long each takes.
+"""Captured steps on an accelerator: equal to eager steps bit for bit, and how long each takes.
 
     python bench/device_capture.py [--device cuda] [--repeats 50] [--skip-times]
 
 First, small models in float32, bfloat16 and with packed experts: every bucket, several batch sizes, greedy and filtered
 sampling, each step fed on the device with the one before; tokens and every byte of the cache must be those of the same
-steps run eagerly. Then times of both for a larger model. Ends with status 1 if anything differs; asserts no time.
+steps run eagerly. Likewise pieces of prompts: their logits and the cache. Then times of both kinds of decode step for a
+larger model. Ends with status 1 if anything differs; asserts no time.
 """
 
 import argparse
@@ -16,10 +17,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from muse_fn.buckets import Bucket, buckets
+from muse_fn.buckets import Bucket, Piece, buckets, pieces
 from muse_fn.captured_decode import Arenas, DecodeSteps, Feed, capture_decode, decode_and_sample, pad_feed, to_host
+from muse_fn.captured_prefill import capture_reads, read_logits
 from muse_fn.decoder import forward
 from muse_fn.kernels.packed import quantise_mxfp4, quantise_nvfp4
 from muse_fn.kernels.select import REFERENCE
@@ -176,6 +179,39 @@ def check(form: str, device: torch.device) -> int:
     return wrong
 
 
+def padded_read(params: Params, piece: Piece, tokens: Tensor, view: View, arenas: Arenas) -> Tensor:
+    """The eager step of a piece's size: tokens [1, T] and view on the host -> logits [1, V]."""
+    tokens = F.pad(tokens, (0, piece.tokens - tokens.shape[1]))
+    view = view._replace(table_GBN=F.pad(view.table_GBN, (0, piece.columns - view.table_GBN.shape[2])))
+    tokens, view = map_tensors(lambda x: x.to(sample_tensor(params).device), (tokens, view))
+    with torch.inference_mode():
+        return read_logits(params, tokens, arenas, view, SMALL)
+
+
+def check_reads(form: str, device: torch.device) -> int:
+    """Prints and counts the pieces of prompts whose captured step is not the eager one of the same size."""
+    params, wrong = model(SMALL, form, device), 0
+    for past, length in ((0, 37), (0, 512), (20, 64), (3000, 200)):
+        run = prompted(params, SMALL, [past + 1], length)  # all but the last token are in the cache
+        view = run.feed.view._replace(count_B=torch.full_like(run.feed.view.past_B, length))
+        tokens, width, kv = torch.randint(0, SMALL.vocab_size, (1, length)), view.table_GBN.shape[2], run.kv
+        for piece in [p for p in pieces(512, width + 3, BLOCK) if p.tokens >= length and p.columns >= width]:
+            steps, kv = capture_reads(params, kv, SMALL, sizes=[piece])
+            arenas = map_tensors(torch.clone, Arenas(kv.k, kv.v))
+            plain = padded_read(params, piece, tokens, view, arenas)
+            mine, kv = steps(tokens, view, kv)
+            pairs = (
+                (mine, plain),
+                *((x[1:], y[1:]) for x, y in zip((*kv.k, *kv.v), (*arenas.k, *arenas.v), strict=True)),
+            )
+            apart = [(x.float() - y.float()).abs().max().item() for x, y in pairs if not torch.equal(x, y)]
+            told = f"{len(apart)} tensors differ, by up to {max(apart):.3g}" if apart else "equal"
+            told = told if plain.isfinite().all() else f"{told}, logits are not finite"
+            wrong += told != "equal"
+            print(f"  {form}, {length} tokens behind {past} in {piece}: {told}", flush=True)
+    return wrong
+
+
 class Stepping:
     """Captured steps one after another, each fed with the one before."""
 
@@ -236,8 +272,9 @@ def main() -> int:
     if device.type == "cuda":
         print(f"torch {torch.__version__}, {torch.cuda.get_device_name(device)}")
     torch.manual_seed(0)
-    wrong = sum(check(form, device) for form in ("float32", "bfloat16", "mxfp4", "nvfp4"))
-    print("captured steps are the eager ones, bit for bit" if not wrong else f"{wrong} buckets differ")
+    forms = ("float32", "bfloat16", "mxfp4", "nvfp4")
+    wrong = sum(check(form, device) + check_reads(form, device) for form in forms)
+    print("captured steps are the eager ones, bit for bit" if not wrong else f"{wrong} sizes differ")
     if not asked.skip_times:
         for form in ("bfloat16", "mxfp4"):
             times(form, device, asked.repeats)

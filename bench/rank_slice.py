@@ -27,6 +27,7 @@ from slices import (
     Rates,
     both_seconds,
     bytes_to_read,
+    captured_chunk,
     captured_step,
     device_seconds,
     experts_of,
@@ -38,6 +39,7 @@ from slices import (
 )
 from torch import Tensor
 
+from muse_fn.capture import CaptureError
 from muse_fn.decoder import Chunk, hidden_states
 from muse_fn.kernels.select import STATIC, Ops, select
 from muse_fn.params.config import Config
@@ -75,11 +77,12 @@ def decode_rows(
 
 
 def prefill_rows(params: Params, config: Config, mesh: Mesh, best: Rates, device: torch.device) -> Iterator[Row]:
-    """The first chunk of a prompt, by itself and one of several in a row. Nothing is captured: the time is between
-    events, and by itself a chunk begins with the host's way to its first kernel."""
-    operations, run = operations_of(params, config, mesh, CHUNK), first_chunk(params, config, mesh, CHUNK, device)
-    for name, inner in (("by itself", 1), ("one of four in a row", 4)):
-        seconds = device_seconds(run, repeats=3, inner=inner)
+    """The first chunk of a prompt: launched by the host, by itself and one of several in a row, and as a graph. By
+    itself a chunk begins with the host's way to its first kernel. Raises CaptureError where no graph can hold it."""
+    operations, given = operations_of(params, config, mesh, CHUNK), (params, config, mesh, CHUNK, device)
+    forms = ("by itself", first_chunk, 1), ("one of four in a row", first_chunk, 4), ("captured", captured_chunk, 1)
+    for name, make, inner in forms:
+        seconds = device_seconds(make(*given), repeats=3, inner=inner)
         yield Row(f"prefill of {CHUNK:,} tokens, {name}", seconds, operations / best.products, operations, CHUNK)
 
 
@@ -217,10 +220,13 @@ def report(args: argparse.Namespace, rows: list[Row]) -> Iterator[str]:
         each, rate = row.seconds / config.layers * 1e6, row.bytes / row.seconds / 1e12
         done = f"{row.experts:.1f} | {row.bytes / 1e9:.2f} | {rate:.2f} | {row.seconds / row.floor:.2f} x"
         yield f"| {row.name} | {row.seconds * 1e3:.2f} | {each:.1f} | {done} |"
-    for row in prefill_rows(params, config, mesh, best, device):
-        each, rate = row.seconds / config.layers * 1e6, row.bytes / row.seconds / 1e12
-        done = f"{row.bytes / 1e12:.1f} | {rate:.0f} | {row.floor / row.seconds:.1%} of the rate"
-        yield f"| {row.name} | {row.seconds * 1e3:.1f} | {each:.0f} | | {done} |"
+    try:
+        for row in prefill_rows(params, config, mesh, best, device):
+            each, rate = row.seconds / config.layers * 1e6, row.bytes / row.seconds / 1e12
+            done = f"{row.bytes / 1e12:.1f} | {rate:.0f} | {row.floor / row.seconds:.1%} of the rate"
+            yield f"| {row.name} | {row.seconds * 1e3:.1f} | {each:.0f} | | {done} |"
+    except CaptureError as error:
+        yield f"\nThe chunk was not captured: {str(error).partition(chr(10))[0]}"
     yield from peer_lines(config, mesh, rows, device)
 
 

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muse_fn.buckets import Piece
 from muse_fn.capture import capture
 from muse_fn.captured_decode import Arenas, decode_and_sample, linked_as_one_op
+from muse_fn.captured_prefill import capture_reads
 from muse_fn.decoder import Chunk, Scales, hidden_states, scales
 from muse_fn.kernels.select import Ops, select
 from muse_fn.kvcache.cache import KVCache, View, init_cache, locate, step_positions
@@ -157,17 +159,35 @@ def captured_step(params: Params, state: State, config: Config, mesh: Mesh) -> C
     return partial(capture(step, args, donate=(2,), fixed=(0, 5), strict=False), *args)
 
 
-def first_chunk(params: Params, config: Config, mesh: Mesh, length: int, device: torch.device) -> Callable[[], None]:
-    """A call reads the first `length` tokens of a prompt into a cache of its own."""
+def _prompt_of(config: Config, mesh: Mesh, length: int, device: torch.device) -> tuple[KVCache, View, Tensor]:
+    """A cache on the device, and the view and the tokens of a prompt at its start, on the host."""
     groups, columns = layout_of(config).groups, -(-length // BLOCK)
     kv = init_cache(config, 1 + groups * columns, BLOCK, dtype=BF16, device=str(device), mesh=mesh)
-    table = (1 + torch.arange(groups * columns, device=device)).view(groups, 1, columns)
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    view, tokens = View(table, zero, zero + length), torch.randint(0, 1000, (1, length), device=device)
+    table, zero = (1 + torch.arange(groups * columns)).view(groups, 1, columns), torch.zeros(1, dtype=torch.int64)
+    return kv, View(table, zero, zero + length), torch.randint(0, 1000, (1, length))
+
+
+def first_chunk(params: Params, config: Config, mesh: Mesh, length: int, device: torch.device) -> Callable[[], None]:
+    """A call reads the first `length` tokens of a prompt into a cache of its own."""
+    kv, view, tokens = _prompt_of(config, mesh, length, device)
+    view, tokens = map_tensors(lambda t: t.to(device), view), tokens.to(device)
     held = [kv]
 
     def run() -> None:
         _, held[0] = prefill(params, tokens, held[0], view, config, mesh, gathered=False, checked=True)
+
+    return run
+
+
+def captured_chunk(params: Params, config: Config, mesh: Mesh, length: int, device: torch.device) -> Callable[[], None]:
+    """The same as one graph. Raises CaptureError where it cannot be."""
+    kv, view, tokens = _prompt_of(config, mesh, length, device)
+    sizes = [Piece(length, view.table_GBN.shape[2])]
+    steps, kv = capture_reads(params, kv, config, mesh, sizes=sizes, strict=False)
+    held = [kv]
+
+    def run() -> None:
+        _, held[0] = steps(tokens, view, held[0])
 
     return run
 

@@ -45,7 +45,7 @@ class Feed(NamedTuple):
     draw: Draw
 
 
-_DEAD = torch.tensor(False)  # the flag of a handle inside of a captured step: who asks it finds it consumed
+DEAD = torch.tensor(False)  # the flag of a handle inside of a captured step: who asks it finds it consumed
 
 
 def decode_logits(
@@ -76,7 +76,7 @@ def _logits_of(
     ops: Ops | None,
 ) -> Tensor:
     ops = ops or select(sample_tensor(params).device)
-    h = hidden_states(params, [chunk], KVCache(*arenas, _DEAD), config, ops, mesh, every).h_BTH
+    h = hidden_states(params, [chunk], KVCache(*arenas, DEAD), config, ops, mesh, every).h_BTH
     return logits(params, h, config, ops, mesh, gathered=False)
 
 
@@ -134,7 +134,7 @@ class DecodeSteps:
             raise ValueError(f"tokens is {list(tokens_B1.shape)}: a captured step takes one new token per row")
         feed = self.padded(Feed(tokens_B1, view, draw))
         device = sample_tensor(self.params).device
-        return map_tensors(partial(_moved, device=device), feed)
+        return map_tensors(partial(moved, device=device), feed)
 
     def __call__(self, feed: Feed, kv: KVCache) -> tuple[Feed, KVCache]:
         """One step. Consumes `kv`; reads no value on the host, so it returns before the device is done.
@@ -159,7 +159,7 @@ class DecodeSteps:
         if given > rows:
             raise ValueError(f"table_GBN is {list(table_GBN.shape)}: the feed has {rows} rows")
         table = F.pad(table_GBN, (0, max(0, columns - wanted), 0, rows - given))
-        return feed._replace(view=feed.view._replace(table_GBN=_moved(table, feed.tokens_B1.device)))
+        return feed._replace(view=feed.view._replace(table_GBN=moved(table, feed.tokens_B1.device)))
 
     def bucket_of(self, feed: Feed) -> Bucket:
         """The smallest bucket that holds a feed. Raises ValueError if none does."""
@@ -221,7 +221,7 @@ def capture_decode(
         return decode_and_sample(*args, filtered=filtered, every=every, ops=ops)
 
     for bucket in wanted:
-        feed = map_tensors(partial(_moved, device=kv.k[0].device), empty_feed(bucket, config))
+        feed = map_tensors(partial(moved, device=kv.k[0].device), empty_feed(bucket, config))
         args = (params, feed.tokens_B1, Arenas(kv.k, kv.v), feed.view, feed.draw, allowed, every)
         last = capture(step, args, donate=(2,), fixed=(0, 5, 6), backend=backend, strict=strict, beside=last)
         found[bucket] = last
@@ -284,7 +284,7 @@ def to_host(tokens_B1: Tensor) -> Coming:
     return Coming(host, event)
 
 
-def _moved(x: Tensor, device: torch.device) -> Tensor:
+def moved(x: Tensor, device: torch.device) -> Tensor:
     """On the device; from pinned memory, so that the host need not wait for the copy."""
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)

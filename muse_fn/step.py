@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.decoder import Chunk, check_tokens, hidden_states, logits
+from muse_fn.decoder import Chunk, Scales, check_tokens, hidden_states, logits
 from muse_fn.kernels.select import Ops, select
 from muse_fn.kvcache.cache import KVCache, View, blocks_for, check_alive, consume, locate, step_positions
 from muse_fn.kvcache.layout import Layout, layout_of
@@ -47,10 +47,7 @@ def prefill(
         check_step(tokens, kv, view, config, at_least=0 if all_logits else 1)
     is_start = not view.past_B.any()
     found = run(params, tokens, kv, view, config, mesh, microbatches=microbatches, is_start=is_start, ops=ops)
-    h = found.h_BTH
-    if not all_logits:
-        last = (view.count_B - 1).view(-1, 1, 1).expand(-1, 1, h.shape[-1])
-        h = h.gather(1, last).squeeze(1)
+    h = found.h_BTH if all_logits else last_rows(found.h_BTH, view)
     return logits(params, h, config, ops or select(h.device), mesh or ONE, gathered=gathered), found.kv
 
 
@@ -168,15 +165,32 @@ def run(
 ) -> Ran:
     """The layers on a step [B, T] whose fit has been checked. Consumes `kv`. `is_start` promises that the cache holds
     nothing of these sequences yet."""
-    mesh = mesh or ONE
-    kv = consume(kv)
+    given = (params, tokens, consume(kv), view, config, mesh or ONE)
+    return run_on(*given, microbatches=microbatches, is_start=is_start, ops=ops)
+
+
+def run_on(
+    params: Params,
+    tokens: Tensor,
+    kv: KVCache,
+    view: View,
+    config: Config,
+    mesh: Mesh = ONE,
+    *,
+    microbatches: int | None = None,
+    is_start: bool = False,
+    every: tuple[Scales, ...] = (),
+    ops: Ops | None = None,
+) -> Ran:
+    """`run` without its host side: looks at no value, not even whether the handle is alive, so that a graph can hold
+    it. `every`: see `hidden_states`."""
     pieces = min(mesh.pp if microbatches is None else microbatches, tokens.shape[1])
     if pieces < 1:
         raise ValueError(f"microbatches is {microbatches}: must be at least 1")
     layout = layout_of(config, mesh)
     chunks = [_chunk(tokens, view, kv, ends, layout, is_start) for ends in _cuts(tokens.shape[1], pieces)]
     ops = ops or select(sample_tensor(params).device)
-    h, out, routes = hidden_states(params, chunks, kv, config, ops, mesh)
+    h, out, routes = hidden_states(params, chunks, kv, config, ops, mesh, every)
     assert isinstance(out, KVCache)
     return Ran(h, out, routes)
 
@@ -194,6 +208,12 @@ def _chunk(tokens: Tensor, view: View, kv: KVCache, ends: tuple[int, int], layou
     pos_BT = step_positions(view, tokens.shape[1])[:, start:stop]
     places = locate(own, stop - start, kv.k[0].shape[1], layout)
     return Chunk(tokens[:, start:stop], pos_BT, places, is_start and start == 0)
+
+
+def last_rows(h_BTH: Tensor, view: View) -> Tensor:
+    """[B, H]: the row of each sequence's last real token."""
+    last_B = view.count_B - 1
+    return h_BTH.gather(1, last_B.view(-1, 1, 1).expand(-1, 1, h_BTH.shape[-1])).squeeze(1)
 
 
 def advance(view: View, count: int | Tensor = 1) -> View:

@@ -1,5 +1,6 @@
 """What an engine has room for: its settings, its cache, its captured steps."""
 
+import logging
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -7,11 +8,15 @@ import torch
 from torch import Tensor
 
 from muse_fn.batch import Batch, Runner, blocks_needed, open_batch
+from muse_fn.capture import CaptureError
 from muse_fn.captured_decode import Progress, capture_decode
+from muse_fn.captured_prefill import ReadSteps, capture_reads
 from muse_fn.generation import BLOCK
 from muse_fn.kvcache.cache import KVCache, blocks_for
 from muse_fn.serve.rehearsal import rehearse, watch_compiler
 from muse_fn.serve.replays import Replays
+
+log = logging.getLogger("muse_fn.serve")
 
 
 @dataclass(frozen=True)
@@ -47,21 +52,33 @@ def open_cache(runner: Runner, settings: EngineSettings) -> Batch:
 def capture_steps(
     runner: Runner, kv: KVCache, settings: EngineSettings, allowed_V: Tensor | None, progress: Progress | None = None
 ) -> tuple[Replays, KVCache]:
-    """Decode steps for up to all rows and the longest sequence. On a card many kinds of steps are run before, so
-    that their kernels are compiled. Consumes `kv`."""
+    """Decode steps for up to all rows and the longest sequence, and steps that read pieces of prompts. On a card many
+    kinds of steps are run before, so that their kernels are compiled. Consumes `kv`."""
     if runner.device.type == "cuda":
         kv = rehearse(runner, kv, settings.rows, settings.block_size, allowed_V, progress)
+    columns = blocks_for(positions_that_fit(runner, settings), settings.block_size)
+    reads, kv = _capture_reads(runner, kv, columns, progress)
     steps, kv = capture_decode(
         runner.params,
         kv,
         runner.config,
         runner.mesh,
         max_batch=settings.rows,
-        max_columns=blocks_for(positions_that_fit(runner, settings), settings.block_size),
+        max_columns=columns,
         allowed_V=allowed_V,
         ops=runner.ops,
         progress=progress,
     )
     if runner.device.type == "cuda":
         watch_compiler()
-    return Replays(steps), kv
+    return Replays(steps, reads), kv
+
+
+def _capture_reads(runner: Runner, kv: KVCache, columns: int, progress: Progress | None) -> tuple[ReadSteps, KVCache]:
+    """A server without them reads prompts by eager steps, if not as fast."""
+    given, ops = (runner.params, kv, runner.config, runner.mesh), runner.ops
+    try:
+        return capture_reads(*given, chunk=runner.chunk, max_columns=columns, ops=ops, progress=progress)
+    except (CaptureError, torch.OutOfMemoryError) as error:
+        log.warning("prompts are read without captured steps: %s", str(error).partition("\n")[0])
+        return capture_reads(*given, sizes=(), ops=ops)

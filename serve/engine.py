@@ -33,7 +33,7 @@ from muse_fn.serve.metrics import Metrics
 from muse_fn.serve.pace import Pace
 from muse_fn.serve.replays import Replays
 from muse_fn.serve.scheduler import Budget, Plan, Row, State, Work, add, end, launch, plan, settle
-from muse_fn.serve.steps import Drawn, Found, Orders, Scoring, fits, run
+from muse_fn.serve.steps import Drawn, Found, Orders, Scoring, replays, run
 from muse_fn.serve.streams import JobStream
 from muse_fn.sharding.collectives import PeerError
 
@@ -84,9 +84,9 @@ class ModelEngine:
         self._untold: _Outcome | None = None  # of which the streams have not heard yet
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Captures the decode steps of all sizes, before the start. On a mesh every rank does, see `follow`."""
+        """Captures steps of all sizes, before the start. On a mesh every rank does, see `follow`."""
         self._captured, self._kv = capture_steps(self.runner, self._kv, self.settings, self.allowed_V, progress)
-        self.metrics.captured(len(self._captured.steps.captured))
+        self.metrics.captured(len(self._captured.steps.captured) + len(self._captured.reads.captured))
 
     def start(self) -> None:
         """Begins to run jobs."""
@@ -293,8 +293,7 @@ class ModelEngine:
         try:
             orders = Orders(work.reads, work.decodes, tuple(d.rule() for d in drawing), scorings)
             announce(orders, self.runner.mesh)
-            if self._captured is not None and fits(self._captured, orders):
-                self.metrics.replayed()
+            self.metrics.replayed(replays(self._captured, orders))
             found, self._kv = run(self.runner, self._kv, orders, self.allowed_V, self._captured)
         except PeerError as error:
             log.error("a step has failed: %s", error)

@@ -49,7 +49,7 @@ class Listening:
     certificate: Path | None = None
     key: Path | None = None
     drain: float = 30.0  # seconds that running requests have at the end
-    captures: bool = False  # decode by captured steps
+    captures: bool = False  # take captured steps
 
 
 class _Server(uvicorn.Server):
@@ -130,7 +130,7 @@ def capturing_bar() -> Generator[Progress]:
         console=err,
         transient=True,
     ) as drawn:
-        task = drawn.add_task("decode steps", total=None)
+        task = drawn.add_task("steps", total=None)
 
         def progress(done: int, total: int, what: str, seconds: float) -> None:
             drawn.update(task, completed=done, total=total, description=what)

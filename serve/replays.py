@@ -1,5 +1,6 @@
-"""Captured decode steps as a server takes them: where its sequences go on, a step is fed with what the one before left
-on the device, and nothing is put together on the host again but tables that have changed."""
+"""Captured steps as a server takes them. Where sequences go on, a decode step is fed with what the one before left on
+the device, and nothing is put together on the host again but tables that have changed; a piece of a prompt is read by
+itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.captured_decode import DecodeSteps, Feed, to_host
+from muse_fn.captured_prefill import ReadSteps
 from muse_fn.kvcache.cache import KVCache, View
 from muse_fn.sample import Sampling, draws
 from muse_fn.serve.scheduler import Share
@@ -29,6 +31,7 @@ class Replays:
     """On a mesh every rank has its own and is given the same, so that all of them feed alike."""
 
     steps: DecodeSteps
+    reads: ReadSteps
     _left: _Left | None = None
 
     def __call__(
@@ -45,6 +48,15 @@ class Replays:
         drawn = tuple(to_host(after.tokens_B1).wait()[: len(shares)])
         self._left = _Left(*wanted, drawn, after)
         return drawn, kv
+
+    def can_read(self, share: Share) -> bool:
+        """Whether there is a step for this piece of a prompt."""
+        return self.reads.piece_for(len(share.tokens), share.table_GN.shape[1]) is not None
+
+    def read(self, kv: KVCache, share: Share) -> tuple[Tensor, KVCache]:
+        """Logits [V] after its last token, on a mesh this rank's share. Consumes `kv`."""
+        found, kv = self.reads(*batch_of([share], torch.device("cpu")), kv)
+        return found[0].clone(), kv
 
     def _fed(self, shares: tuple[Share, ...], sampling: tuple[Sampling, ...]) -> Feed | None:
         """What the last step left, if these are its sequences one token further and drawn likewise."""

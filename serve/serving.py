@@ -80,7 +80,7 @@ def serve(
     ] = False,
     capture: Annotated[
         bool | None,
-        typer.Option("--capture/--no-capture", help="Decode by captured steps. Default: on cuda.", show_default=False),
+        typer.Option("--capture/--no-capture", help="Take captured steps. Default: on cuda.", show_default=False),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown fields instead of warning.")] = False,
     cors_origin: Annotated[list[str] | None, typer.Option("--cors-origin", help="May call from a browser.")] = None,

@@ -25,6 +25,7 @@ from muse_fn.step import decode, prefill
 from muse_fn.step import run as run_layers
 
 SLICE = 64  # positions of a prompt whose vocabulary logits exist at once
+ALONE = 4  # pieces of prompts that captured steps read one by one; more are read together, their weights once
 PADDING = 1.5  # a step of several prompts may have so many times their tokens
 
 
@@ -81,8 +82,20 @@ def run(
         tokens, kv = captured(kv, orders.decodes, [rule.sampling for rule in orders.rules[drawn:]])
         apart = tuple(Drawn(token, None) for token in tokens)
         orders = orders._replace(decodes=(), rules=orders.rules[:drawn])
-    found, kv = _run(runner, kv, orders, allowed_V)
+    found, kv = _run(runner, kv, orders, allowed_V, captured)
     return found._replace(drawn=(*found.drawn, *apart)), kv
+
+
+def replays(captured: Replays | None, orders: Orders) -> int:
+    """How many captured steps these orders take."""
+    return 0 if captured is None else fits(captured, orders) + len(alone(captured, orders))
+
+
+def alone(captured: Replays, orders: Orders) -> list[int]:
+    """Which reads are done by captured steps: those that are pieces of their own, if they are few."""
+    both = zip(orders.reads, orders.scorings, strict=True)
+    found = [n for n, (share, scoring) in enumerate(both) if scoring is None and captured.can_read(share)]
+    return found if len(found) <= ALONE else []
 
 
 def fits(captured: Replays, orders: Orders) -> bool:
@@ -94,10 +107,15 @@ def fits(captured: Replays, orders: Orders) -> bool:
     return 0 < size[0] <= largest.batch and size[1] <= largest.columns and plain
 
 
-def _run(runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None) -> tuple[Found, KVCache]:
+def _run(
+    runner: Runner, kv: KVCache, orders: Orders, allowed_V: Tensor | None, captured: Replays | None
+) -> tuple[Found, KVCache]:
     rows: dict[int, Tensor] = {}
     scores: dict[int, tuple[Logprob, ...]] = {}
-    plain = [n for n, scoring in enumerate(orders.scorings) if scoring is None]
+    if captured is not None:
+        for n in alone(captured, orders):
+            rows[n], kv = captured.read(kv, orders.reads[n])
+    plain = [n for n, scoring in enumerate(orders.scorings) if scoring is None and n not in rows]
     for group in packed([len(orders.reads[n].tokens) for n in plain]):
         found, kv = _read(runner, kv, [orders.reads[plain[n]] for n in group])
         rows |= {plain[n]: row for n, row in zip(group, found, strict=True)}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muse_fn.buckets import Bucket, buckets, sizes, smallest
+from muse_fn.buckets import SHORTEST, SPARE, Bucket, Piece, buckets, piece_for, pieces, sizes, smallest
 
 MAXIMA = st.integers(1, 20_000)
 
@@ -43,6 +43,34 @@ def test_every_size_fits_and_none_smaller_would_do(max_batch: int, max_columns: 
             assert found.columns <= other.columns
 
 
+@given(st.integers(1, 9000), st.integers(1, 3000), st.sampled_from([1, 16, 128]), st.integers(1, 80))
+def test_pieces_are_few_the_largest_first_and_of_no_more_tokens_than_their_blocks(
+    chunk: int, max_columns: int, block_size: int, most: int
+) -> None:
+    found = pieces(chunk, max_columns, block_size, most)
+    assert len(found) == len(set(found)) <= max(most, chunk.bit_length() + 1)
+    assert all(a > b for a, b in itertools.pairwise(found))
+    assert all(min(SHORTEST, chunk) <= p.tokens <= min(chunk, p.columns * block_size) for p in found)
+    if chunk <= max_columns * block_size:
+        assert found[0] == Piece(chunk, max_columns)
+
+
+@given(st.integers(1, 9000), st.integers(1, 3000), st.data())
+def test_a_piece_is_found_unless_it_were_mostly_padding(chunk: int, max_columns: int, data: st.DataObject) -> None:
+    """Whatever fits the longest sequence: up to the least power of two, if that is no more than the chunk."""
+    known = pieces(chunk, max_columns, 128)
+    tokens = data.draw(st.integers(1, min(chunk, 128 * max_columns)))
+    columns = data.draw(st.integers(-(-tokens // 128), max_columns))
+    wanted = min(chunk, max(min(SHORTEST, chunk), 1 << (tokens - 1).bit_length()))
+    found = piece_for(known, tokens, columns)
+    if wanted > 128 * max_columns or wanted - tokens > SPARE:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.tokens == wanted
+        assert found.columns >= columns
+
+
 def test_by_hand() -> None:
     assert sizes(1) == (1,)
     assert sizes(6) == (1, 2, 4, 6)
@@ -52,10 +80,18 @@ def test_by_hand() -> None:
     assert buckets(2, 3) == ((2, 3), (2, 2), (2, 1), (1, 3), (1, 2), (1, 1))
     assert str(Bucket(8, 64)) == "batch 8, 64 columns"
     assert len(buckets(256, 8192)) <= 64
+    assert pieces(100, 4, 32) == ((100, 4), (64, 4), (64, 2), (32, 4), (32, 2), (32, 1))
+    assert pieces(3, 1, 16) == ((3, 1),)
+    assert pieces(64, 1, 16) == ()
+    assert str(Piece(512, 32)) == "512 tokens of a prompt, 32 columns"
+    assert [p.tokens for p in pieces(4096, 8192, 128)][::3] == [4096, 2048, 1024, 512, 256, 256, 128, 64, 32, 32]
+    assert piece_for([], 1, 1) is None
 
 
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_batch is 0: must be at least 1\nmax_columns is -1"):
         buckets(0, -1)
+    with pytest.raises(ValueError, match=r"chunk is 0: must be at least 1\nblock_size is 0"):
+        pieces(0, 1, 0)
     with pytest.raises(ValueError, match="batch 3, 9 columns fits no captured step: the largest is batch 4, 8 columns"):
         smallest(buckets(4, 8), 3, 9)

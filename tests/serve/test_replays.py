@@ -3,11 +3,14 @@
 import pytest
 from torch import Tensor
 
+from muse_fn.capture import CaptureError
 from muse_fn.captured_decode import DecodeSteps, Feed
+from muse_fn.captured_prefill import ReadSteps
 from muse_fn.kernels.select import REFERENCE
 from muse_fn.kvcache.cache import KVCache, View
 from muse_fn.sample import Draw, Sampling
 from muse_fn.serve.jobs import Penalties
+from muse_fn.serve.steps import ALONE
 from tests.serve.running import Got, all_of, engine_of, run
 from tests.serve.test_engine import crowd, job
 
@@ -44,3 +47,49 @@ def test_captured_steps_give_what_eager_ones_give(monkeypatch: pytest.MonkeyPatc
     (eager, none), (captured, some) = run(lambda: main(False)), run(lambda: main(True))
     assert [got.tokens for got in captured] == [got.tokens for got in eager]
     assert none == 0 < 2 * len(begun) < some
+
+
+@pytest.mark.parametrize("count", [1, ALONE, ALONE + 1])
+def test_few_prompts_are_read_one_by_one_and_more_together(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """In pieces where they are longer than a step may be; one whose tokens are scored is read as ever."""
+    read: list[int] = []
+    step = ReadSteps.__call__
+
+    def counted(steps: ReadSteps, tokens_1T: Tensor, view: View, kv: KVCache) -> tuple[Tensor, KVCache]:
+        read.append(tokens_1T.shape[1])
+        return step(steps, tokens_1T, view, kv)
+
+    monkeypatch.setattr(ReadSteps, "__call__", counted)
+    prompts = [tuple(range(3 + n, 10 + 2 * n)) for n in range(count)]
+    jobs = [job(prompt, 1) for prompt in prompts]
+    more = [job(tuple(range(40)), 2), job((5, 6, 7), 1, prompt_logprobs=0)]
+
+    async def main(captures: bool) -> tuple[list[Got], list[Got]]:
+        async with engine_of(ops=REFERENCE, starts=False, rows=8, chunk=16 * (ALONE + 1)) as engine:
+            if captures:
+                engine.capture()
+            engine.start()
+            return await all_of(engine, jobs), await all_of(engine, more)
+
+    eager, captured = run(lambda: main(False)), run(lambda: main(True))
+    assert [[got.tokens for got in part] for part in captured] == [[got.tokens for got in part] for part in eager]
+    assert sorted(read) == sorted([40, *([len(prompt) for prompt in prompts] if count <= ALONE else [])])
+
+
+def test_a_server_goes_on_without_reads_that_cannot_be_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*args: object, **more: object) -> None:
+        raise CaptureError("no room\nfor it")
+
+    monkeypatch.setattr("muse_fn.captured_prefill.capture", failing)
+
+    async def main() -> list[Got]:
+        async with engine_of(ops=REFERENCE, starts=False, rows=2) as engine:
+            with caplog.at_level("WARNING"):
+                engine.capture()
+            engine.start()
+            return await all_of(engine, [job(), job((7, 8), 3)])
+
+    assert [got.done.finish for got in run(main)] == ["length", "length"]
+    assert [record.getMessage() for record in caplog.records] == ["prompts are read without captured steps: no room"]
