@@ -75,10 +75,12 @@ def capture_steps(
 
 
 def _capture_reads(runner: Runner, kv: KVCache, columns: int, progress: Progress | None) -> tuple[ReadSteps, KVCache]:
-    """A server without them reads prompts by eager steps, if not as fast."""
+    """One rank alone goes on without them, and reads prompts by eager steps; of several all must do alike."""
     given, ops = (runner.params, kv, runner.config, runner.mesh), runner.ops
     try:
         return capture_reads(*given, chunk=runner.chunk, max_columns=columns, ops=ops, progress=progress)
     except (CaptureError, torch.OutOfMemoryError) as error:
+        if runner.mesh.ranks > 1:
+            raise
         log.warning("prompts are read without captured steps: %s", str(error).partition("\n")[0])
         return capture_reads(*given, sizes=(), ops=ops)
