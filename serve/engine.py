@@ -272,8 +272,8 @@ class ModelEngine:
             await asyncio.get_running_loop().run_in_executor(self._thread, announce, orders, self.runner.mesh)
 
     def _budget(self) -> Budget:
-        chosen = self.settings
-        return Budget(chosen.rows, chosen.chunk, chosen.chunk, self._pace.tokens(chosen.chunk))
+        chosen, spare = self.settings, int(self._captured is not None)  # captured steps are launched one ahead
+        return Budget(chosen.rows, chosen.chunk, chosen.chunk, self._pace.tokens(chosen.chunk), spare)
 
     def _note_joined(self, now: Plan) -> None:
         for read in now.reads:

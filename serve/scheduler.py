@@ -78,6 +78,7 @@ class Budget(NamedTuple):
     tokens: int = 512  # prompt tokens of one step
     short: int = 512  # a prompt with more left than this is a long one
     long: int = 512  # tokens of long prompts in one step, while others run
+    spare: int = 0  # positions beyond its next one that a sequence gets blocks for, where there are any
 
 
 class Read(NamedTuple):
@@ -129,7 +130,7 @@ def plan(state: State, budget: Budget, ahead: Plan | None = None) -> tuple[State
     made = _standing(state, ahead or Plan())
     budget = budget._replace(tokens=budget.tokens - sum(read.stop - read.start for read in made.reads))
     if made.is_empty:
-        state, decodes = _decodes(state)
+        state, decodes = _decodes(state, budget.spare)
         state, reads, budget = _continue(state, budget, bool(decodes))
         made = Plan(reads, decodes)
     after, new = _join(state, budget, bool(made.decodes))
@@ -206,14 +207,19 @@ def _with_token(row: Row, drawn: dict[int, int]) -> Row:
     return row if token is None else row._replace(tokens=np.append(row.tokens, np.int32(token)), next_token=token)
 
 
-def _decodes(state: State) -> tuple[State, tuple[int, ...]]:
-    """One more position for everybody who runs and is not at its end, first come first served."""
+def _decodes(state: State, spare: int) -> tuple[State, tuple[int, ...]]:
+    """One more position for everybody who runs and is not at its end, first come first served; then blocks for `spare`
+    more, for which nobody makes room."""
     wanted = sorted((row for row in state.running.values() if row.planned < row.longest), key=lambda row: row.order)
     for row in wanted:
         state = _room(state, row, row.planned + 1) if row.name in state.running else state
         if row.name in state.running:
             state = state._replace(running=state.running.insert(row.name, row._replace(planned=row.planned + 1)))
-    return state, tuple(row.name for row in wanted if row.name in state.running)
+    names = tuple(row.name for row in wanted if row.name in state.running)
+    for row in [state.running[name] for name in names] if spare else ():
+        wider = extend(state.pool, row.name, min(row.planned + spare, row.longest))
+        state = state if isinstance(wider, NoRoom) else state._replace(pool=wider)
+    return state, names
 
 
 def _room(state: State, row: Row, positions: int) -> State:

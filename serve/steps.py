@@ -79,7 +79,9 @@ def run(
     apart: tuple[Drawn, ...] = ()
     if captured is not None and fits(captured, orders):
         drawn = sum(share.draws for share in orders.reads)
-        tokens, kv = captured(kv, orders.decodes, [rule.sampling for rule in orders.rules[drawn:]])
+        # What is read now may be drawn for in the next step, and takes time that nobody else's step should hide.
+        goes_on = not orders.reads
+        tokens, kv = captured(kv, orders.decodes, [rule.sampling for rule in orders.rules[drawn:]], goes_on)
         apart = tuple(Drawn(token, None) for token in tokens)
         orders = orders._replace(decodes=(), rules=orders.rules[:drawn])
     found, kv = _run(runner, kv, orders, allowed_V, captured)
@@ -130,6 +132,8 @@ def _run(
     drawing = [n for n, share in enumerate(shares) if share.draws]
     listed = tuple(scores.get(n, ()) for n in range(len(orders.reads)))
     if not drawing:
+        if orders.reads and runner.device.type == "cuda":  # a step's time tells who plans what a prompt costs
+            torch.cuda.current_stream(runner.device).synchronize()
         return Found((), listed), kv
     ends = [shares[n].start + len(shares[n].tokens) for n in drawing]
     return Found(_draw(runner, torch.stack([rows[n] for n in drawing]), orders.rules, ends, allowed_V), listed), kv

@@ -1,10 +1,12 @@
 """Captured steps of a server against eager ones, and which of them go on with what is left on the device."""
 
+from dataclasses import replace
+
 import pytest
 from torch import Tensor
 
 from muse_fn.capture import CaptureError
-from muse_fn.captured_decode import DecodeSteps, Feed
+from muse_fn.captured_decode import Coming, DecodeSteps, Feed
 from muse_fn.captured_prefill import ReadSteps
 from muse_fn.kernels.select import REFERENCE
 from muse_fn.kvcache.cache import KVCache, View
@@ -93,3 +95,50 @@ def test_a_server_goes_on_without_reads_that_cannot_be_captured(
 
     assert [got.done.finish for got in run(main)] == ["length", "length"]
     assert [record.getMessage() for record in caplog.records] == ["prompts are read without captured steps: no room"]
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through new blocks too; where a sequence ends, one step is for nobody."""
+    told: list[str] = []
+    step, wait = DecodeSteps.__call__, Coming.wait
+
+    def launched(steps: DecodeSteps, feed: Feed, kv: KVCache) -> tuple[Feed, KVCache]:
+        told.append("launch")
+        return step(steps, feed, kv)
+
+    def fetched(coming: Coming) -> list[int]:
+        told.append("fetch")
+        return wait(coming)
+
+    monkeypatch.setattr(DecodeSteps, "__call__", launched)
+    monkeypatch.setattr(Coming, "wait", fetched)
+
+    async def main() -> list[Got]:
+        async with engine_of(ops=REFERENCE, starts=False, rows=2) as engine:
+            engine.capture()
+            engine.start()
+            return await all_of(engine, [job((7, 8), 30)])
+
+    (got,) = run(main)
+    assert len(got.tokens) == 30
+    # The first token is the prompt's; each of 29 steps compares what came before with what it is asked for.
+    assert told == ["launch", "launch", "fetch", *["fetch", "launch", "fetch"] * 28]
+
+
+@pytest.mark.parametrize("num_blocks", [90, 400])
+def test_who_ends_while_a_step_runs_ahead_harms_nobody(num_blocks: int) -> None:
+    """Answers that end by stop tokens, in a cache that is too small for all, as eager steps give them."""
+    jobs = [replace(one, max_new=4 * one.max_new, stop_tokens=tuple(range(n % 40))) for n, one in enumerate(crowd(60))]
+
+    async def main(captures: bool) -> tuple[list[Got], int]:
+        async with engine_of(ops=REFERENCE, starts=False, rows=6, num_blocks=num_blocks) as engine:
+            if captures:
+                engine.capture()
+            engine.start()
+            return await all_of(engine, jobs), engine.preemptions
+
+    (eager, _), (captured, preempted) = run(lambda: main(False)), run(lambda: main(True))
+    assert [got.tokens for got in captured] == [got.tokens for got in eager]
+    assert [got.done.finish for got in captured] == [got.done.finish for got in eager]
+    assert {"stop", "length"} == {got.done.finish for got in captured}
+    assert (preempted > 0) == (num_blocks < 100)
