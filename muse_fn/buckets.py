@@ -78,7 +78,7 @@ def pieces(chunk: int, max_columns: int, block_size: int, most: int = 32) -> tup
     ]
     if problems:
         raise ValueError("\n".join(problems))
-    lengths, thinning = [n for n in sizes(chunk) if n >= min(SHORTEST, chunk)], 1
+    lengths, thinning = [n for n in sizes(chunk) if n >= min(SHORTEST, chunk, max_columns * block_size)], 1
     while len(found := _holding(lengths, sizes(max_columns, thinning), block_size)) > most:
         if len(sizes(max_columns, thinning)) == 1:
             break

@@ -44,12 +44,18 @@ class Connection(HttpToolsProtocol):
             return
         was_head, heads = self._is_head, self._heads
         super().data_received(data)
+        if self._is_refused:
+            return
         if was_head and heads == self._heads:
             self._size += len(data)
             if self._size > HEAD_BYTES:
                 self._refuse(TOO_LARGE)
         if self._timer is None and not self._is_answering():
             self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is refused like the others."""
+        self._refuse((400, "Bad Request", msg))
 
     def on_message_begin(self) -> None:
         """A head begins."""
@@ -81,6 +87,9 @@ class Connection(HttpToolsProtocol):
         """
         self._stop_timer()
         if self.transport.is_closing():
+            return
+        if why is TOO_SLOW and self.flow.read_paused:  # what is missing waits for us
+            self._timer = self.loop.call_later(HEAD_SECONDS, self._refuse, why)
             return
         self._is_refused = True
         if self._is_answering():

@@ -27,8 +27,8 @@ from muse_fn.kvcache.cache import KVCache
 from muse_fn.serve.capacity import EngineSettings, capture_steps, open_cache, positions_that_fit
 from muse_fn.serve.drawer import Drawer
 from muse_fn.serve.following import NOTHING, announce
-from muse_fn.serve.jobs import Done, Finish, Job, Load, New, Reading, Refused, Scored
-from muse_fn.serve.lives import Live, end_of, scoring_of
+from muse_fn.serve.jobs import Done, Finish, Job, Load, New, Reading, Refused
+from muse_fn.serve.lives import Live, end_of, newly_scored, scoring_of
 from muse_fn.serve.metrics import Metrics
 from muse_fn.serve.pace import Pace
 from muse_fn.serve.replays import Replays
@@ -352,10 +352,9 @@ class ModelEngine:
             done = share.start + len(share.tokens)
             if done <= len(live.job.ids):
                 live.stream.push(Reading(done, len(live.job.ids), live.cached or 0))
-            if scoring is not None and done > live.scored:
-                first = (None,) if share.start == 0 else ()
-                live.stream.push(Scored(share.start + 1 - len(first), (*first, *scores)))
-                live.scored = done
+            new = None if scoring is None else newly_scored(live, share.start, scores)
+            if new is not None:
+                live.stream.push(new)
         shares = [share for share in (*outcome.work.reads, *outcome.work.decodes) if share.draws]
         for share, one in zip(shares, outcome.found.drawn, strict=True):
             self._tell(outcome.lives[share.name], one, now)

@@ -37,6 +37,10 @@ class _Step(NamedTuple):
                 return None
         return found
 
+    def only(self, places: Sequence[int]) -> "_Step":
+        """The step without the others of its rows, who have left before it was asked for."""
+        return self._replace(names=tuple(name if n in places else None for n, name in enumerate(self.names)))
+
     def holds(self, places: Sequence[int], shares: Sequence[Share], block_size: int) -> bool:
         """Whether it wrote where these want their positions written."""
         columns = [share.start // block_size for share in shares]
@@ -69,7 +73,7 @@ class Replays:
         places, step, size = None if last is None else last.places(shares, sampling), None, kv.k[0].shape[1]
         if last is not None and places is not None:
             if ahead is not None:
-                step = ahead if ahead.holds(places, shares, size) else None
+                step = ahead.only(places) if ahead.holds(places, shares, size) else None
             elif self._suits(last, shares):
                 step, kv = self._after(last, places, shares, kv)
         if step is None or places is None:
@@ -115,7 +119,7 @@ class Replays:
         return _Step(tuple(names), nexts, step.sampling, tables, after, to_host(after.tokens_B1)), kv
 
     def _suits(self, step: _Step, shares: Sequence[Share]) -> bool:
-        """Whether no smaller step would do for these of its rows."""
+        """Whether no step of fewer rows would do for these of them."""
         width = max(share.table_GN.shape[1] for share in shares)
         return smallest(self.steps.captured, len(shares), width).batch == len(step.names)
 

@@ -50,7 +50,8 @@ def test_pieces_are_few_the_largest_first_and_of_no_more_tokens_than_their_block
     found = pieces(chunk, max_columns, block_size, most)
     assert len(found) == len(set(found)) <= max(most, chunk.bit_length() + 1)
     assert all(a > b for a, b in itertools.pairwise(found))
-    assert all(min(SHORTEST, chunk) <= p.tokens <= min(chunk, p.columns * block_size) for p in found)
+    least = min(SHORTEST, chunk, max_columns * block_size)
+    assert all(least <= p.tokens <= min(chunk, p.columns * block_size) for p in found)
     if chunk <= max_columns * block_size:
         assert found[0] == Piece(chunk, max_columns)
 
@@ -82,7 +83,7 @@ def test_by_hand() -> None:
     assert len(buckets(256, 8192)) <= 64
     assert pieces(100, 4, 32) == ((100, 4), (64, 4), (64, 2), (32, 4), (32, 2), (32, 1))
     assert pieces(3, 1, 16) == ((3, 1),)
-    assert pieces(64, 1, 16) == ()
+    assert pieces(64, 1, 16) == ((16, 1),)
     assert str(Piece(512, 32)) == "512 tokens of a prompt, 32 columns"
     assert [p.tokens for p in pieces(4096, 8192, 128)][::3] == [4096, 2048, 1024, 512, 256, 256, 128, 64, 32, 32]
     assert piece_for([], 1, 1) is None

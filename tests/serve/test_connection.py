@@ -90,6 +90,22 @@ def test_a_refused_head_costs_no_answer_to_an_earlier_request(
     assert b"HTTP/1.1 %b " % status in found
 
 
+def test_a_head_that_waits_for_an_earlier_answer_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While two requests are under way nothing is read: the time of a third does not run."""
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    found = answer_to(HEALTH + b"\r\n", HEALTH + b"\r\n" + HEALTH, b"connection: close\r\n\r\n", b"", app=late)
+    assert found.count(b"HTTP/1.1 200 ") == found.count(b"HTTP/1.1 ") == 3
+
+
+@pytest.mark.parametrize("app", [None, late])
+def test_what_is_no_http_is_told_so_after_the_answers_before_it(app: ASGIApp | None) -> None:
+    """And whatever else is sent."""
+    found = answer_to(HEALTH + b"\r\n", b"\x01\r\n\r\n" * 9999, b"more", app=app)
+    assert found.startswith(b"HTTP/1.1 200 ")
+    assert found.count(b"HTTP/1.1 400 ") == 1
+    assert found.count(b"HTTP/1.1 ") == 2
+
+
 def test_a_slow_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something now and then is not enough; nor is the rest of the body awaited without end."""
     monkeypatch.setattr(bodies, "RATE", 1000)

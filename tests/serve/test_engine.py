@@ -20,7 +20,10 @@ from muse_fn.load import Model
 from muse_fn.params.tree import map_tensors
 from muse_fn.sample import Sampling
 from muse_fn.serve import engine as engine_module
-from muse_fn.serve.jobs import Done, Job, Penalties, Refused
+from muse_fn.serve.drawer import Drawer
+from muse_fn.serve.jobs import Done, Job, Logprob, Penalties, Refused
+from muse_fn.serve.lives import Live, newly_scored
+from muse_fn.serve.streams import JobStream
 from tests.models import random_params
 from tests.serve.running import TINY, Got, all_of, collected, engine_of, run, served
 
@@ -368,3 +371,24 @@ def test_choices_of_one_request_read_its_prompt_once() -> None:
         got.tokens for got in served([job(sampling=Sampling(1.0, seed=n)) for n in range(4)])
     ]
     assert len({tuple(got.tokens) for got in found}) > 1
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_log_probabilities_of_a_prompt_are_told_once_however_often_it_is_read(lives: list[list[int]]) -> None:
+    """Each life reads the prompt in pieces of its own, and all but the last end early."""
+    length = max(sum(pieces) for pieces in lives)
+    lives = [*lives[:-1], [*lives[-1], max(1, length - sum(lives[-1]))]]
+    length = sum(lives[-1])
+    every = [Logprob(-float(n), 1, ()) for n in range(length)]
+    own = job(tuple(range(length)), prompt_logprobs=0)
+    live, told = Live(own, JobStream(print), Drawer(own, 512), 0.0), list[Logprob | None]()
+    for pieces in lives:
+        start = 0
+        for count in pieces:
+            found = newly_scored(live, start, tuple(every[start + 1 : start + 1 + count]))
+            if found is not None:
+                assert found.start == len(told)
+                assert found.found
+                told += found.found
+            start += count
+    assert told == [None, *every[1:]]

@@ -2,18 +2,25 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
+from muse_fn.buckets import Bucket
 from muse_fn.capture import CaptureError
-from muse_fn.captured_decode import Coming, DecodeSteps, Feed
-from muse_fn.captured_prefill import ReadSteps
+from muse_fn.captured_decode import Coming, DecodeSteps, Feed, capture_decode
+from muse_fn.captured_prefill import ReadSteps, capture_reads
+from muse_fn.decoder import forward
 from muse_fn.kernels.select import REFERENCE
-from muse_fn.kvcache.cache import KVCache, View
+from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
 from muse_fn.sample import Draw, Sampling
 from muse_fn.serve.jobs import Penalties
+from muse_fn.serve.replays import Replays
+from muse_fn.serve.scheduler import Share
 from muse_fn.serve.steps import ALONE
-from tests.serve.running import Got, all_of, engine_of, run
+from tests.models import random_params
+from tests.serve.running import TINY, Got, all_of, engine_of, run
 from tests.serve.test_engine import crowd, job
 
 
@@ -142,3 +149,37 @@ def test_who_ends_while_a_step_runs_ahead_harms_nobody(num_blocks: int) -> None:
     assert [got.done.finish for got in captured] == [got.done.finish for got in eager]
     assert {"stop", "length"} == {got.done.finish for got in captured}
     assert (preempted > 0) == (num_blocks < 100)
+
+
+def test_who_leaves_a_step_that_runs_ahead_has_no_blocks_in_the_next_and_no_place_to_come_back_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fourth of four makes room, the others go on and end; read again to where its row was, it decodes anew."""
+    fed: list[Tensor] = []
+    step = DecodeSteps.__call__
+
+    def watched(steps: DecodeSteps, feed: Feed, kv: KVCache) -> tuple[Feed, KVCache]:
+        fed.append(feed.view.table_GBN.clone())
+        return step(steps, feed, kv)
+
+    monkeypatch.setattr(DecodeSteps, "__call__", watched)
+    config, how = TINY, Sampling()
+    table = own_blocks(config, 4, 8, 4)
+    params, kv = random_params(config, 0), init_cache(config, 1 + table.numel(), 4)
+    steps, kv = capture_decode(params, kv, config, sizes=[Bucket(4, 2), Bucket(1, 2)], ops=REFERENCE)
+    reads, kv = capture_reads(params, kv, config, sizes=())
+    replays = Replays(steps, reads)
+
+    def shares(start: int, tokens: dict[int, int]) -> list[Share]:
+        return [Share(n, start, np.array([x], np.int32), table[:, n].numpy(), True) for n, x in tokens.items()]
+
+    first, kv = replays(kv, shares(0, dict.fromkeys(range(4), 7)), [how] * 4, True)
+    second, kv = replays(kv, shares(1, dict(enumerate(first[:3]))), [how] * 3, True)
+    assert len(second) == 3
+    assert [bool(rows.any()) for rows in fed[2].unbind(1)] == [True, True, True, False]
+    # What its row drew, although nobody asked for it.
+    ghost = int(forward(params, torch.tensor([[7, first[3]]]), config, ops=REFERENCE)[0, -1].argmax())
+    again, kv = replays(kv, shares(2, {3: ghost}), [how])
+    assert [len(rows[0]) for rows in fed] == [4, 4, 4, 1], "put together anew"
+    expected = forward(params, torch.tensor([[7, first[3], ghost]]), config, ops=REFERENCE)[0, -1].argmax()
+    assert again == (int(expected),)
