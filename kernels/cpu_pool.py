@@ -18,12 +18,14 @@ from numba.extending import intrinsic
 from muse_fn.kernels.cpu_scalars import argument, inline
 
 # Of the state, int64 each: the job as a word, what is called with what, how many may join, whether a caller has it,
-# how many sleep, whether helpers are to end, how many live; addresses of C functions; room for a mutex and a condition.
-JOB, FORM, GIVEN, LIMIT, BUSY, ASLEEP, ENDING, ALIVE, LOCK, UNLOCK, WAIT, WAKE, YIELD, MUTEX, CONDITION = (
-    *range(13), 16, 32,
+# how many sleep, whether helpers are to end, how many live; addresses of C functions, of which RETIRE may be none (0);
+# room for a mutex and a condition.
+JOB, FORM, GIVEN, LIMIT, BUSY, ASLEEP, ENDING, ALIVE, LOCK, UNLOCK, WAIT, WAKE, YIELD, RETIRE, MUTEX, CONDITION = (
+    *range(14), 16, 32,
 )  # fmt: skip
 WORDS = 48
 OPEN = 1 << 16  # of the job's word: below it how many have joined, above it the job's number
+SOFT = 1  # how OpenMP is to give up its threads: what it knows is kept
 PATIENCE = 4000  # looks before a helper sleeps: about 0.2 milliseconds
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -108,6 +110,8 @@ def in_parallel(pool, form, given, threads):
     if threads <= 1 or pool == 0 or not replaced(pool + 8 * BUSY, 0, 1):
         run(form, given, 0)
         return
+    if argument(pool, RETIRE):
+        run(argument(pool, RETIRE), SOFT, 0)
     write(pool + 8 * FORM, form)
     write(pool + 8 * GIVEN, given)
     write(pool + 8 * LIMIT, threads - 1)

@@ -153,6 +153,7 @@ def test_a_child_does_not_wait_for_what_its_parent_was_compiling() -> None:
         assert one.compiling is not held
         assert one.compiling.acquire(timeout=1)
         one.compiling.release()
+    one.is_forked = False
 
 
 def test_packed_experts_agree_in_sizes_too() -> None:

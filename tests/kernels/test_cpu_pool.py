@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,10 +91,49 @@ def helpers_at_work() -> Iterator[None]:
     assert counted(2, 100)[0] == [1] * 100
 
 
-@pytest.mark.usefixtures("helpers_at_work")
+@pytest.fixture
+def team_of_openmp() -> Iterator[None]:
+    """PyTorch's threads have just worked, and look out for more."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).tanh()
+    yield
+    torch.set_num_threads(usual)
+
+
+TASKS = Path("/proc/self/task")
+
+
+def threads_become(count: int) -> bool:
+    """Whether this process has so many threads; who has been waited for may still be listed for a moment."""
+    until = time.monotonic() + 10
+    while (found := len([*TASKS.iterdir()])) != count and time.monotonic() < until:
+        time.sleep(0.001)
+    return found == count
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="how many threads there are is read from Linux")
+@pytest.mark.usefixtures("team_of_openmp")
+def test_a_team_of_openmp_ends_before_helpers_are_wanted() -> None:
+    """And is there again when PyTorch wants it."""
+    x = torch.linspace(-1, 1, 1 << 20)
+    counted(2, 50)
+    time.sleep(0.1)
+    alone = len([*TASKS.iterdir()])
+    for _ in range(3):
+        found = x.tanh()
+        assert threads_become(alone + 1)
+        assert counted(2, 50)[0] == [1] * 50
+        assert threads_become(alone)
+        assert torch.equal(found, x.tanh())
+        counted(2, 50)
+
+
+@pytest.mark.usefixtures("helpers_at_work", "team_of_openmp")
 def test_a_forked_process_has_helpers_of_its_own() -> None:
+    """And does not wait for the threads of a team that has stayed behind."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        found = pool.apply(_both)
+        found = pool.apply_async(_both).get(timeout=60)
     assert found[0] == [1] * 50
     assert found[1] != cpu_calls.helpers(2)
 
