@@ -16,14 +16,21 @@ from muse_fn.kernels.packed import MXFP4, NVFP4, Weight, dequantise, logical_sha
 
 ROWS = 16
 KEYS = 64
+WIDTH = 16  # what this does not divide a library may compute in another way for some rows of a tile than for others
 
 
 def linear(x: Tensor, w: Weight, dtype: torch.dtype | None = None) -> Tensor:
-    """reference.linear, ROWS rows at a time."""
+    """reference.linear, ROWS rows at a time, inputs padded to a multiple of WIDTH."""
     w = dequantise(w, x.dtype) if isinstance(w, (MXFP4, NVFP4)) else w
     rows = x.to(w.dtype).flatten(0, -2)
+    rows, w = _widened(rows), _widened(w)
     found = torch.cat([F.linear(tile, w) for tile in _tiles(rows)])[: len(rows)]
     return found.unflatten(0, x.shape[:-1]).to(dtype or w.dtype)
+
+
+def _widened(x: Tensor) -> Tensor:
+    spare = -x.shape[-1] % WIDTH
+    return F.pad(x, (0, spare)) if spare else x
 
 
 def _tiles(rows: Tensor) -> tuple[Tensor, ...]:
@@ -57,11 +64,12 @@ def attend(
 ) -> Tensor:
     """reference.attend; each sequence on its own, its keys laid out by position."""
     del is_start
-    length = -(-(int(k_pos_BS.max()) + 1) // KEYS) * KEYS
-    rows = zip(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, strict=True)
+    length, head_dim = -(-(int(k_pos_BS.max()) + 1) // KEYS) * KEYS, q_BTND.shape[-1]
+    # Zeros beside the channels, which are left out again at the end; the scale is that of the heads as they are.
+    wide = (_widened(x) for x in (q_BTND * head_dim**-0.5, k_BSKD, v_BSKD))
     found = [_attend_one(q, _laid_out(k, pos, length), _laid_out(v, pos, length), at, pos, length, window)
-             for q, k, v, at, pos in rows]  # fmt: skip
-    return torch.stack(found).to(q_BTND.dtype)
+             for q, k, v, at, pos in zip(*wide, q_pos_BT, k_pos_BS, strict=True)]  # fmt: skip
+    return torch.stack(found)[..., :head_dim].to(q_BTND.dtype)
 
 
 def _laid_out(rows_SKD: Tensor, pos_S: Tensor, length: int) -> Tensor:
@@ -96,7 +104,7 @@ def _attend_head(q_RD: Tensor, k_LD: Tensor, v_LD: Tensor, q_pos: Tensor, k_pos:
         seen = reference.visible(q_pos[None], pos[None], window)[0]
         if not seen.any():
             continue
-        scores = (q_RD @ k.t() * q_RD.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+        scores = (q_RD @ k.t()).masked_fill(~seen, -torch.inf)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
         p, shrink = (scores - higher).exp(), (top - higher).exp()
         total, out, top = total * shrink + p.sum(-1, keepdim=True), out * shrink + p @ v, higher
