@@ -7,8 +7,9 @@ the next call.
 """
 
 import inspect
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ from muse_fn.params.tree import map_tensors, named, tensors
 from muse_fn.recorder import CaptureError, Recorder
 
 Result = TypeVar("Result")
+Size = TypeVar("Size", bound=tuple[int, ...])
+Progress = Callable[[int, int, str, float], None]  # functions done, in all, the last one's name, seconds so far
 WARM_UPS = 2  # runs before a device graph is captured: libraries choose their forms and take their workspaces in them
 
 
@@ -60,6 +63,31 @@ def capture(
     if args.device.type != backend:
         raise CaptureError(f"backend {backend!r} cannot take arguments on {args.device}")
     return _Graph(fn, args, beside) if backend == "cuda" else _Recorded(fn, args, strict)
+
+
+def capture_each(
+    fn: Callable[..., Result],
+    sizes: Iterable[Size],
+    args_of: Callable[[Size], Sequence[Any]],
+    *,
+    donate: Sequence[int] = (),
+    fixed: Sequence[int] = (),
+    backend: str | None = None,
+    strict: bool = True,
+    progress: Progress | None = None,
+) -> "dict[Size, Captured[Result]]":
+    """`fn` for the arguments of each size, largest first, so that each finds its memory in the one before; see
+    `capture`."""
+    wanted, begun = sorted(set(sizes), reverse=True), time.monotonic()
+    found: dict[Size, Captured[Result]] = {}
+    last: Captured[Result] | None = None
+    for size in wanted:
+        args = args_of(size)
+        last = capture(fn, args, donate=donate, fixed=fixed, backend=backend, strict=strict, beside=last)
+        found[size] = last
+        if progress:
+            progress(len(found), len(wanted), str(size), time.monotonic() - begun)
+    return found
 
 
 class Known(NamedTuple):

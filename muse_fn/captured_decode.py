@@ -4,18 +4,17 @@ Who drives them builds a `Feed` on the host when the batch changes, calls the st
 long as it does not, and fetches tokens with `to_host` while later steps already run.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from muse_fn.buckets import Bucket, buckets, smallest
-from muse_fn.capture import Captured, capture
+from muse_fn.capture import Captured, Progress, capture_each
 from muse_fn.decoder import Chunk, Scales, hidden_states, logits, scales
 from muse_fn.kernels.one_op import one_op
 from muse_fn.kernels.select import Ops, select
@@ -26,8 +25,6 @@ from muse_fn.params.tree import Params, map_tensors, sample_tensor
 from muse_fn.sample import Draw, sample
 from muse_fn.sharding.mesh import ONE, Link, Mesh
 from muse_fn.step import check_share, check_step
-
-Progress = Callable[[int, int, str, float], None]  # graphs done, graphs in all, the last one's name, seconds so far
 
 
 class Arenas(NamedTuple):
@@ -200,11 +197,8 @@ def capture_decode(
     """
     mesh = mesh or ONE
     check_share(params, kv, config, mesh)
-    kv, inner, begun = consume(kv), linked_as_one_op(mesh), time.monotonic()
+    kv, inner, device = consume(kv), linked_as_one_op(mesh), sample_tensor(params).device
     allowed = () if allowed_V is None else allowed_V
-    wanted = sorted(set(sizes or buckets(max_batch, max_columns)), reverse=True)
-    found: dict[Bucket, Captured[tuple[Tensor, Tensor, Tensor, Arenas]]] = {}
-    last: Captured[tuple[Tensor, Tensor, Tensor, Arenas]] | None = None
     with torch.inference_mode():
         every = scales(params.layers, config)  # the same at every step: worked out once
 
@@ -220,13 +214,13 @@ def capture_decode(
         args = params, tokens, kv, view, draw, allowed_V, config, inner
         return decode_and_sample(*args, filtered=filtered, every=every, ops=ops)
 
-    for bucket in wanted:
-        feed = map_tensors(partial(moved, device=kv.k[0].device), empty_feed(bucket, config))
-        args = (params, feed.tokens_B1, Arenas(kv.k, kv.v), feed.view, feed.draw, allowed, every)
-        last = capture(step, args, donate=(2,), fixed=(0, 5, 6), backend=backend, strict=strict, beside=last)
-        found[bucket] = last
-        if progress:
-            progress(len(found), len(wanted), str(bucket), time.monotonic() - begun)
+    def args_of(bucket: Bucket) -> tuple[Any, ...]:
+        feed = map_tensors(partial(moved, device=device), empty_feed(bucket, config))
+        return params, feed.tokens_B1, Arenas(kv.k, kv.v), feed.view, feed.draw, allowed, every
+
+    how = {"donate": (2,), "fixed": (0, 5, 6)}
+    wanted = sizes or buckets(max_batch, max_columns)
+    found = capture_each(step, wanted, args_of, **how, backend=backend, strict=strict, progress=progress)
     return DecodeSteps(config, params, allowed, every, filtered, found), kv
 
 

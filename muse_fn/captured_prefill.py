@@ -4,18 +4,18 @@ a short prompt, and about as long as it needs for a long one.
 A piece is padded at its end to the length that was captured; padding is computed and goes nowhere.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from muse_fn.buckets import Piece, piece_for, pieces
-from muse_fn.capture import Captured, capture
-from muse_fn.captured_decode import DEAD, Arenas, Progress, linked_as_one_op, moved
+from muse_fn.capture import Captured, Progress, capture_each
+from muse_fn.captured_decode import DEAD, Arenas, linked_as_one_op, moved
 from muse_fn.decoder import Scales, logits, scales
 from muse_fn.kernels.select import Ops, select
 from muse_fn.kvcache.cache import KVCache, View, check_alive, consume
@@ -104,10 +104,7 @@ def capture_reads(
     """
     mesh = mesh or ONE
     check_share(params, kv, config, mesh)
-    inner, begun, device = linked_as_one_op(mesh), time.monotonic(), sample_tensor(params).device
-    wanted = sorted(set(pieces(chunk, max_columns, kv.k[0].shape[1]) if sizes is None else sizes), reverse=True)
-    found: dict[Piece, Captured[tuple[Tensor, Arenas]]] = {}
-    last: Captured[tuple[Tensor, Arenas]] | None = None
+    inner, device = linked_as_one_op(mesh), sample_tensor(params).device
     with torch.inference_mode():
         every = scales(params.layers, config)  # the same at every step: worked out once
 
@@ -116,13 +113,13 @@ def capture_reads(
     ) -> tuple[Tensor, Arenas]:
         return read_logits(params, tokens, kv, view, config, inner, every=every, ops=ops), kv
 
-    for piece in wanted:
+    def args_of(piece: Piece) -> tuple[Any, ...]:
         tokens, view = map_tensors(partial(moved, device=device), _padding(piece, config))
-        args = (params, tokens, Arenas(kv.k, kv.v), view, every)
-        last = capture(step, args, donate=(2,), fixed=(0, 4), backend=backend, strict=strict, beside=last)
-        found[piece] = last
-        if progress:
-            progress(len(found), len(wanted), str(piece), time.monotonic() - begun)
+        return params, tokens, Arenas(kv.k, kv.v), view, every
+
+    how = {"donate": (2,), "fixed": (0, 4)}
+    wanted = pieces(chunk, max_columns, kv.k[0].shape[1]) if sizes is None else sizes
+    found = capture_each(step, wanted, args_of, **how, backend=backend, strict=strict, progress=progress)
     return ReadSteps(config, params, every, found), consume(kv)
 
 

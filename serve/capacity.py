@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from muse_fn.batch import Batch, Runner, blocks_needed, open_batch
-from muse_fn.capture import CaptureError
-from muse_fn.captured_decode import Progress, capture_decode
+from muse_fn.capture import CaptureError, Progress
+from muse_fn.captured_decode import capture_decode
 from muse_fn.captured_prefill import ReadSteps, capture_reads
 from muse_fn.generation import BLOCK
 from muse_fn.kvcache.cache import KVCache, blocks_for
@@ -75,7 +75,8 @@ def capture_steps(
 
 
 def _capture_reads(runner: Runner, kv: KVCache, columns: int, progress: Progress | None) -> tuple[ReadSteps, KVCache]:
-    """One rank alone goes on without them, and reads prompts by eager steps; of several all must do alike."""
+    """Steps that read pieces of prompts. Where they cannot be had one rank alone goes on without, by eager steps; of
+    several all must do alike."""
     given, ops = (runner.params, kv, runner.config, runner.mesh), runner.ops
     try:
         return capture_reads(*given, chunk=runner.chunk, max_columns=columns, ops=ops, progress=progress)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.batch import Runner
-from muse_fn.captured_decode import Progress
+from muse_fn.capture import Progress
 from muse_fn.kvcache.blocks import new_pool, stats
 from muse_fn.kvcache.cache import KVCache
 from muse_fn.serve.capacity import EngineSettings, capture_steps, open_cache, positions_that_fit

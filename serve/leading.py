@@ -16,7 +16,7 @@ import uvicorn
 from rich import progress as bars
 
 from muse_fn.batch import Runner
-from muse_fn.captured_decode import Progress
+from muse_fn.capture import Progress
 from muse_fn.generation import allowed_ids
 from muse_fn.load import Model
 from muse_fn.serve.app import make_app

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.batch import Runner
-from muse_fn.captured_decode import Progress
+from muse_fn.capture import Progress
 from muse_fn.kvcache.cache import KVCache, blocks_for
 from muse_fn.kvcache.layout import layout_of
 from muse_fn.sample import Sampling

@@ -73,11 +73,8 @@ def test_captured_is_the_padded_step_bit_for_bit(
     config: Config, seed: int, length: int, data: st.DataObject, dtype: torch.dtype
 ) -> None:
     """At the start of a prompt and behind a piece of it."""
-    start, given_, pad = (
-        data.draw(st.integers(0, 5)),
-        prompt(config, seed, length + 5, dtype),
-        data.draw(st.integers(0, 4)),
-    )
+    start, pad = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 4))
+    given_ = prompt(config, seed, length + 5, dtype)
     columns = given_.table_G1N.shape[2] + data.draw(st.integers(0, 2))
     steps, mine = capture_for(given_, config, Piece(length + pad, columns), strict=data.draw(st.booleans()))
     same_bits(mine, given_.kv)  # capture writes into block 0 only

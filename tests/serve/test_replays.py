@@ -1,5 +1,6 @@
 """Captured steps of a server against eager ones, and which of them go on with what is left on the device."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -88,10 +89,12 @@ def test_few_prompts_are_read_one_by_one_and_more_together(monkeypatch: pytest.M
 def test_a_server_goes_on_without_reads_that_cannot_be_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def failing(*args: object, **more: object) -> None:
-        raise CaptureError("no room\nfor it")
+    def failing(fn: object, sizes: Sequence[object], *args: object, **more: object) -> dict[object, object]:
+        if sizes:
+            raise CaptureError("no room\nfor it")
+        return {}
 
-    monkeypatch.setattr("muse_fn.captured_prefill.capture", failing)
+    monkeypatch.setattr("muse_fn.captured_prefill.capture_each", failing)
 
     async def main() -> list[Got]:
         async with engine_of(ops=REFERENCE, starts=False, rows=2) as engine:
