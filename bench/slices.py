@@ -39,6 +39,9 @@ class Alone:
     def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         return x
 
+    def sum_scatter(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        return x.unflatten(0, (len(peers), -1))[0]
+
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         return x.expand(len(peers), *x.shape)
 

@@ -294,5 +294,6 @@ class _OneOpLink:
     """See mesh.Link: on a device a collective is one operation, whatever stands behind it here."""
 
     def __init__(self, link: Link) -> None:
-        self.all_sum, self.all_gather = one_op(link.all_sum), one_op(link.all_gather)
+        self.all_sum, self.sum_scatter = one_op(link.all_sum), one_op(link.sum_scatter)
+        self.all_gather = one_op(link.all_gather)
         self.broadcast, self.pass_on = one_op(link.broadcast), one_op(link.pass_on)

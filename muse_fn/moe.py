@@ -11,20 +11,22 @@ from muse_fn.kernels.select import Ops
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Dense, Experts, MoE
 from muse_fn.sharding.collectives import psum, stacked, summed_in
+from muse_fn.sharding.division import Division, division_of
 from muse_fn.sharding.mesh import ONE, STAGE, Mesh
 from muse_fn.sharding.rules import rules_of
 
 
-def rows_of_routes(p: Experts, chosen: Chosen, ops: Ops, mesh: Mesh = ONE) -> Tensor:
-    """Each route's whole row: [T, R, M], float32 where ranks had to be summed.
+def rows_of_routes(p: Experts, chosen: Chosen, ops: Ops, division: Division) -> Tensor:
+    """Each route's whole row, of this rank's tokens: [t, R, M], float32 where ranks had to be summed.
 
     A rank computes its experts' rows from its part of their inner width; the other rows are exact zeros, so one sum
     over the stage completes the partial rows and collects the others.
     """
     (idx_TR, _), u_TM, arranged_TM = chosen
+    mesh = division.mesh
     first, dtype = mesh.index(("ep",)) * logical_shape(p.down)[0], summed_in(mesh, STAGE)
     rows = ops.expert_rows(u_TM, idx_TR, p.gate_up, p.down, first=first, dtype=dtype, arranged=arranged_TM)
-    return psum(rows, mesh, STAGE)
+    return division.summed(rows)
 
 
 class MoEScales(NamedTuple):
@@ -52,10 +54,13 @@ def moe(
     normed = squeezed, s.squeeze_norm, config.rms_norm_eps, p.squeeze.dtype
     chosen = ops.choose(logits, p.router.bias, config.top_k, *factors, *normed)
     idx_TR, weight_TR = chosen.routes
-    rows = rows_of_routes(p.experts, chosen, ops, mesh)
-    blended = ops.blend(rows, weight_TR, s.expert_norm, config.post_norm_eps, p.expand.dtype)  # rounded as it goes in
-    out = ops.linear(blended, p.expand)
-    return stacked(out, mesh, rules_of(mesh).get("expanded", ())), idx_TR
+    division = division_of(len(idx_TR), mesh)
+    rows_tRM, dtype = rows_of_routes(p.experts, chosen, ops, division), p.expand.dtype
+    # Rounded as it goes into the product.
+    blended_tM = ops.blend(rows_tRM, division.own(weight_TR), s.expert_norm, config.post_norm_eps, dtype)
+    if axes := rules_of(mesh).get("expanded", ()):
+        return stacked(ops.linear(division.whole(blended_tM), p.expand), mesh, axes), idx_TR
+    return division.whole(ops.linear(blended_tM, p.expand))[None], idx_TR
 
 
 def dense(p: Dense, m_TH: Tensor, ops: Ops, mesh: Mesh = ONE) -> Tensor:

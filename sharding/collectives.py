@@ -35,8 +35,13 @@ def psum(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     return x if mesh.size(axes) == 1 else link_of(mesh).all_sum(x.contiguous(), mesh.peers(axes))
 
 
+def psum_scatter(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """[n, ...] -> [n / ranks, ...]: this rank's rows of the sum over the ranks along these axes; n must divide."""
+    return x if mesh.size(axes) == 1 else link_of(mesh).sum_scatter(x.contiguous(), mesh.peers(axes))
+
+
 def summed_in(mesh: Mesh, axes: Axes) -> torch.dtype | None:
-    """The dtype of what `psum` is to add along these axes: float32; None, which is its own, where nothing is added."""
+    """The dtype of what sums along these axes are to add: float32; None, which is its own, where nothing is added."""
     return None if mesh.size(axes) == 1 else torch.float32
 
 
@@ -133,6 +138,10 @@ class Distributed:
     def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         """See mesh.Link."""
         return self._run(lambda group: _ops.all_reduce(x, "sum", group), peers)
+
+    def sum_scatter(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        """See mesh.Link."""
+        return self._run(lambda group: _ops.reduce_scatter_tensor(x, "sum", len(peers), group), peers)
 
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         """See mesh.Link."""

@@ -32,6 +32,10 @@ class Link(Protocol):
         """The sum of every peer's x, the same bits on each."""
         ...
 
+    def sum_scatter(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        """[n, ...] -> [n / peers, ...]: of the sum of every peer's x each gets its rows, in the order of the peers."""
+        ...
+
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         """[peers, *x.shape]: every peer's x."""
         ...

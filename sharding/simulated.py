@@ -107,6 +107,15 @@ class _Thread:
     def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         return self._exchange("all_sum", x, peers, _sum_in_order)
 
+    def sum_scatter(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        place = peers.index(self._rank)
+        return self._exchange(
+            "sum_scatter",
+            x,
+            peers,
+            lambda given: _sum_in_order([g.unflatten(0, (len(peers), -1))[place] for g in given]),
+        )
+
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         return self._exchange("all_gather", x, peers, torch.stack)
 

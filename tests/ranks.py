@@ -31,6 +31,7 @@ from muse_fn.sharding.collectives import (
     join,
     leave,
     psum,
+    psum_scatter,
     stacked,
     tell_all,
 )
@@ -50,9 +51,11 @@ def collectives(mesh: Mesh) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for dtype in (torch.int64, torch.float32, torch.bfloat16):
         x = torch.arange(6).view(3, 2).T.to(dtype) + 10 * mesh.rank
+        long = torch.arange(24).view(3, 8).T.to(dtype) + 10 * mesh.rank
         for axes in SUBSETS:
             at = f"{dtype} {axes} "
             found |= {f"{at}psum": psum(x, mesh, axes), f"{at}stacked": stacked(x, mesh, axes)}
+            found[f"{at}psum_scatter"] = psum_scatter(long, mesh, axes)
             found |= {f"{at}gather {dim}": gather(x, mesh, axes, dim) for dim in (0, 1, -1)}
             found |= {f"{at}broadcast {n}": broadcast(x, mesh, axes, n) for n in range(mesh.size(axes))}
         given = hand_on(None if mesh.is_last else x, mesh, None if mesh.is_first else x)

@@ -322,6 +322,9 @@ class Alike:
     def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         return x * len(peers)
 
+    def sum_scatter(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        return x.unflatten(0, (len(peers), -1))[0] * len(peers)
+
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         return x.expand(len(peers), *x.shape)
 

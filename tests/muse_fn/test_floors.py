@@ -100,6 +100,10 @@ class Counting:
         self._found["sum", 2 * (len(peers) - 1) / len(peers) * x.nbytes] += 1
         return self._link.all_sum(x, peers)
 
+    def sum_scatter(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        self._found["scatter", (len(peers) - 1) / len(peers) * x.nbytes] += 1
+        return self._link.sum_scatter(x, peers)
+
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         self._found["gather", (len(peers) - 1) * x.nbytes] += 1
         return self._link.all_gather(x, peers)

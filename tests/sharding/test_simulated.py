@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_fn.sharding.collectives import broadcast, gather, hand_on, join, psum, stacked
+from muse_fn.sharding.collectives import broadcast, gather, hand_on, join, psum, psum_scatter, stacked
 from muse_fn.sharding.mesh import AXES, Axes, Mesh, MeshError
 from muse_fn.sharding.simulated import SequenceError, simulate
 
@@ -29,6 +29,25 @@ def test_collectives_mean_what_they_say(axes: Axes) -> None:
         assert torch.equal(found, torch.stack([value(peer) for peer in groups[rank]]))
     for rank, found in enumerate(simulate(CUBE, lambda m: broadcast(value(m.rank), m, axes, m.size(axes) - 1))):
         assert torch.equal(found, value(groups[rank][-1]))
+
+
+@pytest.mark.parametrize("axes", SUBSETS, ids=str)
+def test_a_scattered_sum_is_this_rank_s_rows_of_the_sum(axes: Axes) -> None:
+    """With the same bits, numbers whose sum depends on its order among them."""
+
+    def both(m: Mesh) -> tuple[Tensor, Tensor]:
+        x = torch.randn(24, 2, generator=torch.Generator().manual_seed(m.rank))
+        return psum_scatter(x, m, axes), psum(x, m, axes)
+
+    for rank, (part, total) in enumerate(simulate(CUBE, both)):
+        each = 24 // CUBE.size(axes)
+        start = each * CUBE.at(rank).index(axes)
+        assert torch.equal(part, total[start : start + each])
+
+
+def test_rows_that_do_not_divide_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match="unflatten"):
+        simulate(Mesh(tp=3), lambda m: psum_scatter(value(m.rank), m, ("tp",)))
 
 
 def test_stages_hand_on_to_the_next() -> None:
