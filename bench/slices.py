@@ -25,7 +25,8 @@ from muse_fn.params.config import Config
 from muse_fn.params.schema import Leaf, sparse_layers
 from muse_fn.params.tree import MoE, Params, map_tensors, tensors
 from muse_fn.sample import Draw, Sampling, draws
-from muse_fn.sharding.mesh import Mesh
+from muse_fn.sharding.division import is_divided
+from muse_fn.sharding.mesh import STAGE, Mesh
 from muse_fn.sharding.split import local_kv_heads
 from muse_fn.step import prefill
 
@@ -44,6 +45,9 @@ class Alone:
 
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         return x.expand(len(peers), *x.shape)
+
+    def all_to_all(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        return x.unflatten(0, (len(peers), -1))
 
     def broadcast(self, x: Tensor, source: int, peers: tuple[int, ...]) -> Tensor:
         return x
@@ -196,13 +200,19 @@ def captured_chunk(params: Params, config: Config, mesh: Mesh, length: int, devi
 
 
 def operations_of(params: Params, config: Config, mesh: Mesh, length: int) -> float:
-    """Of the products of a prompt's first `length` tokens on this rank."""
+    """Of the products of a prompt's first `length` tokens on this rank: with matrices that all ranks hold whole it
+    multiplies its own tokens only, if these are divided."""
     rows = sum(t.numel() for t in tensors(params) if t.dim() == 2 and t.dtype == BF16)
     rows -= sum(t.numel() for t in (params.embed, params.head) if isinstance(t, Tensor))
-    router = sum(p.mlp.router.weight.numel() for p in params.layers if isinstance(p.mlp, MoE))
+    sparse = [p.mlp for p in params.layers if isinstance(p.mlp, MoE)]
+    shared = sum(p.router.weight.numel() for p in sparse)
+    if mesh.squeeze == "replicated":
+        both = sum(p.squeeze.numel() + p.expand.numel() for p in sparse)
+        rows, shared = rows - both, shared + both
+    shared /= mesh.size(STAGE) if is_divided(length, mesh) else 1
     expert = 3 * config.latent_size * config.expert_size // mesh.tp * config.top_k / mesh.ep
     expert *= sum(sparse_layers(config))
     triangle, beyond = length * (length + 1), max(0, length - config.window)
     pairs = sum(triangle - beyond * (beyond + 1) * config.is_sliding(i) for i in range(config.layers)) // 2
     heads = config.heads // (mesh.ep * mesh.tp) * config.head_dim
-    return 2 * length * (rows + router + expert) + 4 * pairs * heads
+    return 2 * length * (rows + shared + expert) + 4 * pairs * heads

@@ -9,8 +9,9 @@ from muse_fn.kernels.select import Ops
 from muse_fn.kvcache.cache import KVCache, Places
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Attention
-from muse_fn.sharding.collectives import psum, summed_in
-from muse_fn.sharding.mesh import ONE, STAGE, Mesh
+from muse_fn.sharding.collectives import summed_in
+from muse_fn.sharding.division import UNDIVIDED, Division
+from muse_fn.sharding.mesh import STAGE
 
 
 class Step(NamedTuple):
@@ -25,19 +26,21 @@ class Step(NamedTuple):
 
 def attention(
     p: Attention,
-    a_BTH: Tensor,
+    a_tH: Tensor,
     kv: KVCache | tuple[()],
     layer: int,
     step: Step,
     config: Config,
     ops: Ops,
-    mesh: Mesh = ONE,
+    division: Division = UNDIVIDED,
 ) -> tuple[Tensor, KVCache | tuple[()]]:
-    """a, the normed stream -> the branch [B, T, H] before its norm, and the cache with this step in it.
+    """a, the normed stream -> the branch [t, H] before its norm, and the cache with this step in it.
 
-    Each rank has its heads, and their columns of the projection back, whose products are summed in float32.
+    Each rank has its heads, for all tokens, and their columns of the projection back, whose products are summed in
+    float32.
     """
-    a_BTH = a_BTH.to(p.q.dtype)  # once for its four products
+    a_TH = division.whole(a_tH.to(p.q.dtype))  # rounded once for its four products
+    a_BTH = a_TH.unflatten(0, step.pos_BT.shape)
     q, k, v, gate = ops.linears(a_BTH, (p.q, p.k, p.v, p.gate))
     rotary = step.rotary if config.has_rotary(layer) else None
     window = config.window if config.is_sliding(layer) else 0
@@ -51,5 +54,5 @@ def attention(
         q_BTND, k_BTKD = ops.heads(q, k, rotary, width, config.qk_scale_factor, eps)
         v_BTKD = v.unflatten(-1, (-1, width))
         o = ops.attend(q_BTND, k_BTKD, v_BTKD, step.pos_BT, step.pos_BT, window, step.is_start)
-    b = ops.linear(ops.gated(o, gate, eps, p.o.dtype), p.o, summed_in(mesh, STAGE))
-    return psum(b, mesh, STAGE), kv
+    b = ops.linear(ops.gated(o, gate, eps, p.o.dtype), p.o, summed_in(division.mesh, STAGE))
+    return division.summed(b.flatten(0, 1)), kv

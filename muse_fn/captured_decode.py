@@ -295,5 +295,5 @@ class _OneOpLink:
 
     def __init__(self, link: Link) -> None:
         self.all_sum, self.sum_scatter = one_op(link.all_sum), one_op(link.sum_scatter)
-        self.all_gather = one_op(link.all_gather)
+        self.all_gather, self.all_to_all = one_op(link.all_gather), one_op(link.all_to_all)
         self.broadcast, self.pass_on = one_op(link.broadcast), one_op(link.pass_on)

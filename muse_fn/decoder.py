@@ -1,7 +1,8 @@
 """The model: embed, layers, head. The residual stream is float32; each matrix product rounds its input once.
 
 Read with the equations of the published model beside it: every line here is one of them. On a mesh every rank runs the
-same lines on its part of the parameters; `psum`, `stacked` and `gather` are where the parts meet.
+same lines on its part of the parameters; `psum`, `stacked` and `gather` are where the parts meet. Between products a
+layer works on the rows of a `Division`: all tokens [T, H] of the step together, or those of this rank, [t, H].
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from muse_fn.kvcache.layout import layout_of
 from muse_fn.moe import MoEScales, mlp
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Layer, MoE, Params, sample_tensor
-from muse_fn.sharding.collectives import broadcast, gather, hand_on, psum
+from muse_fn.sharding.collectives import broadcast, gather, hand_on
+from muse_fn.sharding.division import UNDIVIDED, Division, division_of
 from muse_fn.sharding.mesh import ONE, STAGE, Mesh
 from muse_fn.sharding.split import check_shard, stage_config
 
@@ -98,9 +100,10 @@ def hidden_states(
     for first in range(-stage, len(chunks) + mesh.pp - 1 - stage):  # the chunk of this tick, if there is one
         made = None
         if 0 <= first < len(chunks):
-            h = embed(params, chunks[first].tokens_BT, config, mesh) if given is None else given
-            step = _step_of(chunks[first], config, mesh)
-            done.append(stage_layers(params, h, kv, step, own, ops, mesh, every))
+            chunk = chunks[first]
+            division = division_of(chunk.tokens_BT.numel(), mesh)
+            h_tH = _stream_into(params, chunk, given, config, division)
+            done.append(stage_layers(params, h_tH, kv, _step_of(chunk, config, mesh), own, ops, division, every))
             made, kv = done[-1].h_BTH, done[-1].kv
         coming = not mesh.is_first and 0 <= first + 1 < len(chunks)
         into = _stream_like(chunks[first + 1], config) if coming else None
@@ -111,6 +114,13 @@ def hidden_states(
         torch.cat(parts, 1) if parts[0] != () else () for parts in zip(*(d.routes for d in done), strict=True)
     )
     return Hidden(torch.cat([d.h_BTH for d in done], 1), kv, routes)
+
+
+def _stream_into(params: Params, chunk: Chunk, given: Tensor | None, config: Config, division: Division) -> Tensor:
+    """What this stage starts from, [t, H]: the stream that the previous one gave, or none did and it embeds."""
+    if given is None:
+        return embed(params, chunk.tokens_BT, config, division)
+    return division.own(given.flatten(0, 1))
 
 
 def _stream_like(chunk: Chunk, config: Config) -> Tensor:
@@ -124,25 +134,26 @@ def _step_of(chunk: Chunk, config: Config, mesh: Mesh) -> Step:
 
 def stage_layers(
     params: Params,
-    h_BTH: Tensor,
+    h_tH: Tensor,
     kv: Cache,
     step: Step,
     config: Config,
     ops: Ops,
-    mesh: Mesh,
+    division: Division,
     every: "Sequence[Scales]",
 ) -> Hidden:
     """All layers of this tree on a stream; `config` has these layers and no others."""
     routes: list[Tensor | tuple[()]] = []
+    tokens = step.pos_BT.shape
     # Each layer ends with the norm that the next one starts with, in its dtype.
     first, *coming = [Coming(s.attn_norm, p.attn.q.dtype) for p, s in zip(params.layers, every, strict=True)]
     coming.append(Coming(None, torch.float32))
     assert first.norm is not None
-    a = ops.normed(h_BTH, first.norm, config.rms_norm_eps, first.dtype)
+    a = ops.normed(h_tH, first.norm, config.rms_norm_eps, first.dtype)
     for i, (p, s) in enumerate(zip(params.layers, every, strict=True)):
-        (h_BTH, a, _), kv, taken = decoder_layer(p, s, coming[i], Joined(h_BTH, a), kv, i, step, config, ops, mesh)
-        routes.append(taken)
-    return Hidden(h_BTH, kv, tuple(routes))
+        (h_tH, a, _), kv, taken = decoder_layer(p, s, coming[i], Joined(h_tH, a), kv, i, step, config, ops, division)
+        routes.append(taken.unflatten(0, tokens) if isinstance(taken, Tensor) else taken)
+    return Hidden(division.whole(h_tH).unflatten(0, tokens), kv, tuple(routes))
 
 
 class Coming(NamedTuple):
@@ -187,12 +198,12 @@ def scales(layers: tuple[Layer, ...], config: Config) -> tuple[Scales, ...]:
     return tuple(Scales(*row) for row in zip(*columns, strict=True))
 
 
-def embed(params: Params, tokens_BT: Tensor, config: Config, mesh: Mesh = ONE) -> Tensor:
-    """Rows of the table, normed: int64 [B, T] -> float32 [B, T, H]."""
+def embed(params: Params, tokens_BT: Tensor, config: Config, division: Division = UNDIVIDED) -> Tensor:
+    """Rows of the table, normed: int64 [B, T] -> float32 [t, H]."""
     assert isinstance(params.embed, Tensor), "the first stage embeds"
     # Each rank has some rows of the table, and zeros for the ids of the others; an id below 0 is nobody's.
-    rows = embedding(params.embed, tokens_BT, mesh.index(STAGE) * len(params.embed))
-    return plain_norm(psum(rows, mesh, STAGE), config.rms_norm_eps)
+    rows = embedding(params.embed, tokens_BT, division.mesh.index(STAGE) * len(params.embed))
+    return plain_norm(division.summed(rows.flatten(0, 1)), config.rms_norm_eps)
 
 
 def decoder_layer(
@@ -205,7 +216,7 @@ def decoder_layer(
     step: Step,
     config: Config,
     ops: Ops,
-    mesh: Mesh,
+    division: Division,
 ) -> tuple[Joined, Cache, Tensor | tuple[()]]:
     """Two branches, each between two norms and blended into the stream by its residual gate; and the routes taken.
 
@@ -213,9 +224,9 @@ def decoder_layer(
     """
     post_eps, eps = config.post_norm_eps, config.rms_norm_eps
     h, a, _ = stream
-    b, kv = attention(p.attn, a, kv, layer, step, config, ops, mesh)
+    b, kv = attention(p.attn, a, kv, layer, step, config, ops, division)
     h, m, rounded = ops.join(h, b[None], None, s.attn_gate, s.mlp_norm, post_eps, eps, torch.float32)
-    f, taken = mlp(p.mlp, m, config, ops, mesh, s.moe, rounded)
+    f, taken = mlp(p.mlp, m, config, ops, division, s.moe, rounded)
     return ops.join(h, f, s.mlp_post_norm, s.mlp_gate, coming.norm, post_eps, eps, coming.dtype), kv, taken
 
 

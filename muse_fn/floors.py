@@ -11,6 +11,7 @@ from muse_fn.footprint import FLOAT32_BYTES, MODEL_BYTES, Held, held, kv_bytes
 from muse_fn.params.config import Config
 from muse_fn.params.quantise import is_packable
 from muse_fn.params.schema import leaves
+from muse_fn.sharding.division import is_divided
 from muse_fn.sharding.mesh import STAGE, Mesh
 from muse_fn.sharding.rules import stage_layers
 from muse_fn.touched import Touched, touched
@@ -107,8 +108,14 @@ def _work_of(item: Held, config: Config, step: Step, experts: float, mesh: Mesh)
         return Work(item.bytes * experts / local, 2 * routes * item.size / local)
     if item.component == "norms and gates":
         return Work(item.bytes, 0)
-    flops = 2 * step.tokens * item.size
+    flops = 2 * _tokens_of(item, step, mesh) * item.size
     return Work(item.bytes, 0, flops) if item.leaf.row.dtype == "float32" else Work(item.bytes, flops)
+
+
+def _tokens_of(item: Held, step: Step, mesh: Mesh) -> float:
+    """How many tokens a rank multiplies by a matrix: of a divided step its own, where it has the whole matrix."""
+    is_whole = item.component == "router" or (item.component == "squeeze and expand" and mesh.squeeze == "replicated")
+    return step.tokens / mesh.size(STAGE) if is_whole and is_divided(step.tokens, mesh) else step.tokens
 
 
 def work_of_cache(config: Config, mesh: Mesh, dtype: str, step: Step) -> Work:
@@ -172,27 +179,78 @@ def _stage_of(layer: int, config: Config, mesh: Mesh) -> Mesh:
 def collectives(config: Config, mesh: Mesh, step: Step) -> list[Collective]:
     """All exchanges of a step on its way through every stage, and of the draw; kinds that do not occur are left out.
 
-    Bytes are what one rank sends in a ring of n: 2(n-1)/n of the tensor for a sum, (n-1)/n of the result for a gather.
+    Bytes are what one rank sends in a ring of n: (n-1)/n of the tensor for a sum of which each keeps a part and for a
+    swap, (n-1)/n of the result for a gather, and 2(n-1)/n of the tensor for a sum that all keep whole. The draw's are
+    small.
     """
-    n, tokens, hidden = mesh.size(STAGE), step.tokens, config.hidden_size
-    summed, gathered = 2 * (n - 1) / n, (n - 1) / n
-    sparse = sum(kind == "sparse" for kind in config.mlp_layer_types)
-    dense = config.layers - sparse
-    rows = tokens * config.top_k * config.latent_size * FLOAT32_BYTES
-    split = sparse if mesh.squeeze == "split" else 0
-    logits = step.batch * config.vocab_size * FLOAT32_BYTES // n
+    n = mesh.size(STAGE)
+    layers = _of_divided_layers if is_divided(step.tokens, mesh) else _of_layers
     found = [
-        Collective("embedding: sum", 1, summed * tokens * hidden * MODEL_BYTES),
-        Collective("attention output: sum", config.layers, summed * tokens * hidden * FLOAT32_BYTES),
-        Collective("squeeze: gather", split, gathered * tokens * config.latent_size * MODEL_BYTES),
-        Collective("expert rows: sum", sparse, summed * rows),
-        Collective("expand: gather", split, gathered * tokens * hidden * MODEL_BYTES),
-        Collective("dense output: sum", dense, summed * tokens * hidden * FLOAT32_BYTES),
-        Collective("largest logits: gather", 1, gathered * n * step.batch * LARGEST),
-        Collective("choices: gather", 1, gathered * n * step.batch * CHOICES),
+        *layers(config, mesh, step.tokens),
+        Collective("largest logits: gather", 1, (n - 1) * step.batch * LARGEST),
+        Collective("choices: gather", 1, (n - 1) * step.batch * CHOICES),
     ]
     between = [
-        Collective("stage to stage", mesh.pp - 1, tokens * hidden * FLOAT32_BYTES),
-        Collective("logits to all stages", 1, logits),
+        Collective("stage to stage", mesh.pp - 1, step.tokens * config.hidden_size * FLOAT32_BYTES),
+        Collective("logits to all stages", 1, step.batch * config.vocab_size * FLOAT32_BYTES // n),
     ]
     return [row for row in (found if n > 1 else []) + (between if mesh.pp > 1 else []) if row.times]
+
+
+class Sent(NamedTuple):
+    """What a layer's exchanges are counted by: how many layers there are, and bytes of all tokens in one exchange."""
+
+    sparse: int
+    dense: int
+    split: int  # sparse layers whose squeeze and expand are split
+    float32: float  # the stream
+    hidden: float  # the stream in the model's dtype
+    latent: float  # squeezed tokens
+    logits: float  # of the router
+    rows: float  # of all routes
+
+
+def _sent(config: Config, mesh: Mesh, tokens: int) -> Sent:
+    once = (mesh.size(STAGE) - 1) / mesh.size(STAGE) * tokens
+    sparse = sum(kind == "sparse" for kind in config.mlp_layer_types)
+    return Sent(
+        sparse,
+        config.layers - sparse,
+        sparse if mesh.squeeze == "split" else 0,
+        once * config.hidden_size * FLOAT32_BYTES,
+        once * config.hidden_size * MODEL_BYTES,
+        once * config.latent_size * MODEL_BYTES,
+        once * config.experts * FLOAT32_BYTES,
+        once * config.top_k * config.latent_size * FLOAT32_BYTES,
+    )
+
+
+def _of_layers(config: Config, mesh: Mesh, tokens: int) -> list[Collective]:
+    sent = _sent(config, mesh, tokens)
+    return [
+        Collective("embedding: sum", 1, 2 * sent.hidden),
+        Collective("attention output: sum", config.layers, 2 * sent.float32),
+        Collective("squeeze: gather", sent.split, sent.latent),
+        Collective("expert rows: sum", sent.sparse, 2 * sent.rows),
+        Collective("expand: gather", sent.split, sent.hidden),
+        Collective("dense output: sum", sent.dense, 2 * sent.float32),
+    ]
+
+
+def _of_divided_layers(config: Config, mesh: Mesh, tokens: int) -> list[Collective]:
+    """See sharding/division.py."""
+    sent = _sent(config, mesh, tokens)
+    return [
+        Collective("embedding: scatter", 1, sent.hidden),
+        Collective("attention input: gather", config.layers, sent.hidden),
+        Collective("attention output: scatter", config.layers, sent.float32),
+        Collective("router logits: gather", sent.sparse, sent.logits),
+        Collective("squeeze input: gather", sent.split, sent.hidden),
+        Collective("squeeze: gather", sent.sparse, sent.latent),
+        Collective("expert rows: scatter", sent.sparse, sent.rows),
+        Collective("expand input: gather", sent.split, sent.latent),
+        Collective("expand: swap", sent.split, sent.hidden / mesh.size(STAGE)),
+        Collective("dense input: gather", sent.dense, sent.hidden),
+        Collective("dense output: scatter", sent.dense, sent.float32),
+        Collective("stream: gather", mesh.pp, sent.float32),
+    ]

@@ -10,9 +10,9 @@ from muse_fn.kernels.pieces import Chosen
 from muse_fn.kernels.select import Ops
 from muse_fn.params.config import Config
 from muse_fn.params.tree import Dense, Experts, MoE
-from muse_fn.sharding.collectives import psum, stacked, summed_in
-from muse_fn.sharding.division import Division, division_of
-from muse_fn.sharding.mesh import ONE, STAGE, Mesh
+from muse_fn.sharding.collectives import stacked, summed_in
+from muse_fn.sharding.division import UNDIVIDED, Division
+from muse_fn.sharding.mesh import STAGE
 from muse_fn.sharding.rules import rules_of
 
 
@@ -36,53 +36,63 @@ class MoEScales(NamedTuple):
     expert_norm: Gain  # [M]
 
 
+def router_and_squeeze(
+    p: MoE, m_tH: Tensor, rounded_tH: Tensor | tuple[()], ops: Ops, division: Division
+) -> tuple[Tensor, Tensor]:
+    """What every rank needs of all tokens: router logits float32 [T, E], and squeezed rows in parts [P, T, M / P]."""
+    axes = rules_of(division.mesh).get("squeezed", ())
+    if not axes or not division.is_divided:
+        logits, squeezed = ops.linears(m_tH, (p.router.weight, p.squeeze), rounded=rounded_tH)
+        return division.whole(logits), stacked(division.whole(squeezed), division.mesh, axes)
+    # This rank's columns are of all tokens, which travel as the product takes them.
+    rounded = rounded_tH if isinstance(rounded_tH, Tensor) and rounded_tH.dtype == p.squeeze.dtype else m_tH
+    m_TH = division.whole(rounded, p.squeeze.dtype)
+    logits = division.whole(ops.linear(m_tH, p.router.weight))
+    return logits, stacked(ops.linear(m_TH, p.squeeze), division.mesh, axes)
+
+
 def moe(
     p: MoE,
-    m_TH: Tensor,
+    m_tH: Tensor,
     config: Config,
     ops: Ops,
-    mesh: Mesh = ONE,
+    division: Division = UNDIVIDED,
     s: MoEScales | tuple[()] = (),
-    rounded_TH: Tensor | tuple[()] = (),
+    rounded_tH: Tensor | tuple[()] = (),
 ) -> tuple[Tensor, Tensor]:
-    """The mixture of experts on normed tokens: [T, H] -> its parts [P, T, H / P], one of each rank that expands some
-    columns, and the experts each token took, [T, R]. `rounded_TH` are the tokens in bfloat16, if they are at hand."""
+    """The mixture of experts on normed tokens: [t, H] -> its parts [P, t, H / P], one of each rank that expands some
+    columns, and the experts all tokens took, [T, R]. `rounded_tH` are the tokens in bfloat16, if they are at hand."""
     s = s or MoEScales(gain(p.squeeze_norm), gain(p.experts.norm))
-    logits, squeezed = ops.linears(m_TH, (p.router.weight, p.squeeze), rounded=rounded_TH)
+    logits_TE, squeezed_PTm = router_and_squeeze(p, m_tH, rounded_tH, ops, division)
     factors = config.output_multiplier, config.routed_scaling_factor
-    squeezed = stacked(squeezed, mesh, rules_of(mesh).get("squeezed", ()))
-    normed = squeezed, s.squeeze_norm, config.rms_norm_eps, p.squeeze.dtype
-    chosen = ops.choose(logits, p.router.bias, config.top_k, *factors, *normed)
+    normed = squeezed_PTm, s.squeeze_norm, config.rms_norm_eps, p.squeeze.dtype
+    chosen = ops.choose(logits_TE, p.router.bias, config.top_k, *factors, *normed)
     idx_TR, weight_TR = chosen.routes
-    division = division_of(len(idx_TR), mesh)
-    rows_tRM, dtype = rows_of_routes(p.experts, chosen, ops, division), p.expand.dtype
+    rows_tRM, weight_tR = rows_of_routes(p.experts, chosen, ops, division), division.own(weight_TR)
     # Rounded as it goes into the product.
-    blended_tM = ops.blend(rows_tRM, division.own(weight_TR), s.expert_norm, config.post_norm_eps, dtype)
-    if axes := rules_of(mesh).get("expanded", ()):
-        return stacked(ops.linear(division.whole(blended_tM), p.expand), mesh, axes), idx_TR
-    return division.whole(ops.linear(blended_tM, p.expand))[None], idx_TR
+    blended_tM = ops.blend(rows_tRM, weight_tR, s.expert_norm, config.post_norm_eps, p.expand.dtype)
+    axes = rules_of(division.mesh).get("expanded", ())
+    out = ops.linear(division.whole(blended_tM) if axes else blended_tM, p.expand)
+    return division.parts(out, axes), idx_TR
 
 
-def dense(p: Dense, m_TH: Tensor, ops: Ops, mesh: Mesh = ONE) -> Tensor:
-    """The gated MLP of a layer without experts: [T, H] -> [T, H]."""
-    gate, up = ops.linears(m_TH, (p.gate, p.up))
-    return psum(ops.linear(ops.silu(gate) * up, p.down, summed_in(mesh, STAGE)), mesh, STAGE)
+def dense(p: Dense, m_tH: Tensor, ops: Ops, division: Division = UNDIVIDED) -> Tensor:
+    """The gated MLP of a layer without experts: [t, H] -> [t, H]."""
+    gate, up = ops.linears(division.whole(m_tH, p.gate.dtype), (p.gate, p.up))
+    return division.summed(ops.linear(ops.silu(gate) * up, p.down, summed_in(division.mesh, STAGE)))
 
 
 def mlp(
     p: MoE | Dense,
-    m_BTH: Tensor,
+    m_tH: Tensor,
     config: Config,
     ops: Ops,
-    mesh: Mesh = ONE,
+    division: Division = UNDIVIDED,
     s: MoEScales | tuple[()] = (),
-    rounded_BTH: Tensor | tuple[()] = (),
+    rounded_tH: Tensor | tuple[()] = (),
 ) -> tuple[Tensor, Tensor | tuple[()]]:
-    """The MLP branch of a layer before its norm, in parts [P, B, T, H / P], and its routes [B, T, R]; () for a dense
-    layer, which has one part. `rounded_BTH`: see `moe`."""
-    tokens, m_TH = m_BTH.shape[:2], m_BTH.flatten(0, 1)
+    """The MLP branch of a layer before its norm, in parts [P, t, H / P], and its routes [T, R]; () for a dense layer,
+    which has one part. `rounded_tH`: see `moe`."""
     if isinstance(p, Dense):
-        return dense(p, m_TH, ops, mesh).unflatten(0, tokens)[None], ()
-    rounded_TH = rounded_BTH.flatten(0, 1) if isinstance(rounded_BTH, Tensor) else ()
-    out, idx_TR = moe(p, m_TH, config, ops, mesh, s, rounded_TH)
-    return out.unflatten(1, tokens), idx_TR.unflatten(0, tokens)
+        return dense(p, m_tH, ops, division)[None], ()
+    return moe(p, m_tH, config, ops, division, s, rounded_tH)

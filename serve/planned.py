@@ -220,12 +220,13 @@ def _steps_table(plan: Plan, steps: Mapping[str, Prediction]) -> Table:
 
 def _collectives_table(steps: Mapping[str, Prediction]) -> Table:
     found = [step.collectives for step in steps.values()]
+    kinds = {(kind.name, kind.times): None for each in found for kind in each}  # long steps have others
     rows = [
-        (kinds[0].name, str(kinds[0].times), *(_mega(kind.bytes, 3) for kind in kinds))
-        for kinds in zip(*found, strict=True)
+        (kind[0], str(kind[1]), *(next((_mega(x.bytes, 3) for x in each if x[:2] == kind), "") for each in found))
+        for kind in kinds
     ]
-    total = str(sum(kind.times for kind in found[0]))
-    rows.append(("together", total, *(_mega(sum(x.times * x.bytes for x in kinds), 3) for kinds in found)))
+    totals = dict.fromkeys(str(sum(kind.times for kind in each)) for each in found)
+    rows.append(("together", " or ".join(totals), *(_mega(sum(x.times * x.bytes for x in e), 3) for e in found)))
     title = "collectives of a step, and MB that one rank sends in each"
     return _grid(title, ("", "times", *steps), rows, bold=("together",))
 

@@ -55,6 +55,11 @@ def stacked(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     return x[None] if mesh.size(axes) == 1 else link_of(mesh).all_gather(x.contiguous(), mesh.peers(axes))
 
 
+def swapped(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+    """[n, ...] -> [ranks, n / ranks, ...]: this rank's rows of the x of all ranks along these axes; n must divide."""
+    return x[None] if mesh.size(axes) == 1 else link_of(mesh).all_to_all(x.contiguous(), mesh.peers(axes))
+
+
 def broadcast(x: Tensor, mesh: Mesh, axes: Axes, index: int) -> Tensor:
     """The x of the rank at place `index` along these axes; the others give a tensor of the same shape and dtype."""
     if mesh.size(axes) == 1:
@@ -146,6 +151,12 @@ class Distributed:
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         """See mesh.Link."""
         return self._run(lambda group: _ops.all_gather_into_tensor(x[None], len(peers), group), peers)
+
+    def all_to_all(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        """See mesh.Link."""
+        each = [len(x) // len(peers)] * len(peers)
+        swapped = self._run(lambda group: _ops.all_to_all_single(x, each, each, group), peers)
+        return swapped.unflatten(0, (len(peers), -1))
 
     def broadcast(self, x: Tensor, source: int, peers: tuple[int, ...]) -> Tensor:
         """See mesh.Link."""

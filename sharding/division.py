@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.sharding.collectives import psum, psum_scatter, stacked
-from muse_fn.sharding.mesh import ONE, STAGE, Mesh
+from muse_fn.sharding.collectives import psum, psum_scatter, stacked, swapped
+from muse_fn.sharding.mesh import ONE, STAGE, Axes, Mesh
 
 # A divided step has up to four collectives more in a layer, of some 15 us each on two H200, and sends of each token at
 # least 60 KB less for expert rows, 0.2 us at 300 GB/s: below this many tokens latency is what counts.
@@ -42,7 +42,19 @@ class Division(NamedTuple):
 
     def whole(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[t, ...] -> [T, ...]; what has to travel does so in `dtype`, if one is given."""
-        return stacked(x.to(dtype or x.dtype), self.mesh, STAGE).flatten(0, 1) if self.is_divided else x
+        if not self.is_divided:
+            return x
+        return stacked(x.to(dtype or x.dtype), self.mesh, STAGE).flatten(0, 1)
+
+    def parts(self, x: Tensor, axes: Axes) -> Tensor:
+        """Columns that these axes, all of a stage, split -> all of them in parts: [T, W / P] -> [P, t, W / P].
+
+        With no axes the columns are whole, and of this rank's tokens already: [t, W] -> [1, t, W].
+        """
+        return (swapped if self.is_divided else stacked)(x, self.mesh, axes)
+
+
+UNDIVIDED = Division()
 
 
 def division_of(tokens: int, mesh: Mesh) -> Division:

@@ -40,6 +40,10 @@ class Link(Protocol):
         """[peers, *x.shape]: every peer's x."""
         ...
 
+    def all_to_all(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        """[n, ...] -> [peers, n / peers, ...]: of every peer's x the rows that are this one's, in the order of both."""
+        ...
+
     def broadcast(self, x: Tensor, source: int, peers: tuple[int, ...]) -> Tensor:
         """The x of rank `source`."""
         ...

@@ -108,16 +108,17 @@ class _Thread:
         return self._exchange("all_sum", x, peers, _sum_in_order)
 
     def sum_scatter(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
-        place = peers.index(self._rank)
-        return self._exchange(
-            "sum_scatter",
-            x,
-            peers,
-            lambda given: _sum_in_order([g.unflatten(0, (len(peers), -1))[place] for g in given]),
-        )
+        return self._exchange("sum_scatter", x, peers, lambda given: _sum_in_order(self._rows(given, peers)))
 
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         return self._exchange("all_gather", x, peers, torch.stack)
+
+    def all_to_all(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        return self._exchange("all_to_all", x, peers, lambda given: torch.stack(self._rows(given, peers)))
+
+    def _rows(self, given: list[Tensor], peers: tuple[int, ...]) -> list[Tensor]:
+        """This rank's rows of each."""
+        return [x.unflatten(0, (len(peers), -1))[peers.index(self._rank)] for x in given]
 
     def broadcast(self, x: Tensor, source: int, peers: tuple[int, ...]) -> Tensor:
         return self._exchange(f"broadcast from {source}", x, peers, lambda given: given[peers.index(source)].clone())

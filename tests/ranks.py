@@ -33,6 +33,7 @@ from muse_fn.sharding.collectives import (
     psum,
     psum_scatter,
     stacked,
+    swapped,
     tell_all,
 )
 from muse_fn.sharding.mesh import AXES, Axes, Mesh, parse_mesh
@@ -55,7 +56,7 @@ def collectives(mesh: Mesh) -> dict[str, Tensor]:
         for axes in SUBSETS:
             at = f"{dtype} {axes} "
             found |= {f"{at}psum": psum(x, mesh, axes), f"{at}stacked": stacked(x, mesh, axes)}
-            found[f"{at}psum_scatter"] = psum_scatter(long, mesh, axes)
+            found |= {f"{at}psum_scatter": psum_scatter(long, mesh, axes), f"{at}swapped": swapped(long, mesh, axes)}
             found |= {f"{at}gather {dim}": gather(x, mesh, axes, dim) for dim in (0, 1, -1)}
             found |= {f"{at}broadcast {n}": broadcast(x, mesh, axes, n) for n in range(mesh.size(axes))}
         given = hand_on(None if mesh.is_last else x, mesh, None if mesh.is_first else x)

@@ -1,5 +1,9 @@
-"""The plan against what was measured: every step of the committed reports is within a quarter of its prediction."""
+"""The plan against what was measured: every step of the committed reports is within a quarter of its prediction.
 
+The reports are of a program whose ranks all had every token between products, in prompts too: so they are planned here.
+"""
+
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +17,7 @@ from muse_fn.devices import Rates, assumptions, rates
 from muse_fn.floors import Step, decode_step, prefill_step
 from muse_fn.params.config import Config
 from muse_fn.plan import Prediction, Setup, predict
+from muse_fn.sharding import division
 from muse_fn.sharding.mesh import Mesh, parse_mesh
 
 RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"
@@ -53,6 +58,12 @@ def lines_of(text: str, mesh: Mesh | None = None, layers: int = 62) -> Iterator[
             sizes = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", cells[0])]
             step = decode_step(*sizes) if line.startswith("| decode") else prefill_step(sizes[0], 0)
             yield Measured(mesh, layers, step, cells)
+
+
+@pytest.fixture(autouse=True)
+def undivided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is long enough to be divided by tokens."""
+    monkeypatch.setattr(division, "LONG", math.inf)
 
 
 def given(ranks: int) -> Rates:
@@ -112,6 +123,15 @@ def test_collectives_take_what_is_planned(line: Measured) -> None:
     """The small ones of a token and the large ones of a prompt."""
     plan = predicted(line.mesh, line.layers, line.step)
     assert 1 / QUARTER <= number(line.cells[4]) / (plan.seconds["collectives"] * 1e3) <= QUARTER
+
+
+@pytest.mark.parametrize("line", ON_CARDS, ids=lambda line: line.name)
+def test_only_prompts_are_planned_otherwise_since(line: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = predicted(line.mesh, line.layers, line.step)
+    monkeypatch.undo()
+    now = predicted.__wrapped__(line.mesh, line.layers, line.step)
+    assert (now == before) == (line.step.new == 1)
+    assert now.total <= before.total
 
 
 def test_shares_alone_or_gaps_alone_would_not_do() -> None:

@@ -28,7 +28,7 @@ def layer(p: Attention, a: Tensor, config: Config, ops: Ops, pos: Tensor | None 
     """The layer's branch without a cache, at positions 0, 1, … unless given."""
     pos = torch.arange(a.shape[1]).expand(a.shape[:2]) if pos is None else pos
     step = Step(pos, rotary_angles(pos, config.head_dim, config.rope_theta), ())
-    return attention(p, a, (), index, step, config, ops)[0]
+    return attention(p, a.flatten(0, 1), (), index, step, config, ops)[0].unflatten(0, pos.shape)
 
 
 def unit(x: Tensor, eps: float) -> Tensor:

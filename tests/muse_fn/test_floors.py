@@ -17,10 +17,12 @@ from muse_fn.kvcache.cache import View, init_cache, own_blocks
 from muse_fn.params.init import init_params
 from muse_fn.plan import bytes_of
 from muse_fn.sample import Sampling, draws, sample
+from muse_fn.sharding import division
+from muse_fn.sharding.division import LONG
 from muse_fn.sharding.mesh import STAGE, Link, Mesh
 from muse_fn.sharding.simulated import simulate
 from muse_fn.sharding.split import shard
-from muse_fn.step import decode
+from muse_fn.step import prefill
 from tests.planned import FORMAT, MODEL, meshes, step_of
 
 
@@ -57,6 +59,19 @@ def test_operations_of_all_ranks_are_the_model_s_and_the_repeated_ones(mesh: Mes
     assert together["router"] == 840 * ranks * one["router"].float32_flops
     times = ranks if mesh.squeeze == "replicated" else 1
     assert together["squeeze and expand"] == 840 * times * one["squeeze and expand"].flops
+
+
+@given(meshes(), st.integers(1, 2))
+@settings(deadline=None)
+def test_a_divided_step_repeats_no_router_and_no_squeeze(mesh: Mesh, batch: int) -> None:
+    step = Step(batch, LONG, 0)
+    works = [work_of_stage(MODEL, stage, "bf16", "bf16", step, 8 / mesh.ep) for stage in stages(mesh)]
+    one = work_of_stage(MODEL, Mesh(), "bf16", "bf16", step, 8)
+    for name in ("router", "squeeze and expand"):
+        together = sum(
+            mesh.size(STAGE) * (work[name].flops + work[name].float32_flops) for work in works if name in work
+        )
+        assert together == one[name].flops + one[name].float32_flops, name
 
 
 @given(st.integers(0, 20), st.integers(1, 20), st.sampled_from([None, 1, 3, 6, 50]))
@@ -104,6 +119,10 @@ class Counting:
         self._found["scatter", (len(peers) - 1) / len(peers) * x.nbytes] += 1
         return self._link.sum_scatter(x, peers)
 
+    def all_to_all(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        self._found["swap", (len(peers) - 1) / len(peers) * x.nbytes] += 1
+        return self._link.all_to_all(x, peers)
+
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         self._found["gather", (len(peers) - 1) * x.nbytes] += 1
         return self._link.all_gather(x, peers)
@@ -118,31 +137,36 @@ class Counting:
         return self._link.pass_on(x, to, into, source)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "new"), [(1, 1), (3, 1), (2, 4)])
 @pytest.mark.parametrize(
     "mesh", [Mesh(2, 4), Mesh(4, 2, squeeze="split"), Mesh(2, 1, 3), Mesh(1, 2, 2, "split")], ids=str
 )
-def test_collectives_are_those_of_the_program(mesh: Mesh, batch: int) -> None:
-    """A decode step and its draw, counted on one rank of every stage, against the plan: kinds, numbers and bytes."""
+def test_collectives_are_those_of_the_program(
+    mesh: Mesh, batch: int, new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step and its draw, counted on one rank of every stage, against the plan: kinds, numbers and bytes. Eight tokens
+    are a long step here."""
+    monkeypatch.setattr(division, "LONG", 8)
+    assert division.is_divided(batch * new, mesh) == (new > 1)
     params = init_params(MODEL, dtype=torch.bfloat16)
-    table = own_blocks(MODEL, batch, 4, 4)
-    view = View(table, torch.full((batch,), 2), torch.ones(batch, dtype=torch.int64))
+    table = own_blocks(MODEL, batch, 8, 4)
+    view = View(table, torch.full((batch,), 2), torch.full((batch,), new))
     counts = {stage.rank: Counter[tuple[str, float]]() for stage in stages(mesh)}
 
     def run(own: Mesh) -> None:
         assert own.link is not None
         own = own.at(own.rank, Counting(own.link, counts.get(own.rank, Counter())))
         kv = init_cache(MODEL, 1 + table.numel(), 4, dtype=torch.bfloat16, mesh=own)
-        share, tokens = shard(params, MODEL, own), torch.zeros(batch, 1, dtype=torch.int64)
-        logits, _ = decode(share, tokens, kv, view, MODEL, own, gathered=False)
+        share, tokens = shard(params, MODEL, own), torch.zeros(batch, new, dtype=torch.int64)
+        logits, _ = prefill(share, tokens, kv, view, MODEL, own, gathered=False, microbatches=1)
         draw = draws([Sampling()] * batch, MODEL.vocab_size)
-        sample(logits[:, 0], draw, view.past_B + 1, filtered=False, mesh=own)
+        sample(logits, draw, view.past_B + new, filtered=False, mesh=own)
 
     with torch.no_grad():
         simulate(mesh, run)
     found = sum(counts.values(), Counter[tuple[str, float]]())
     planned = Counter[tuple[str, float]]()
-    for row in collectives(MODEL, mesh, Step(batch, 1, 2)):
+    for row in collectives(MODEL, mesh, Step(batch, new, 2)):
         kind = row.name.rpartition(": ")[2] if ":" in row.name else row.name.removeprefix("logits ")
         once_a_stage = row.name in ("logits to all stages", "largest logits: gather", "choices: gather")
         planned[kind, row.bytes] += row.times * (mesh.pp if once_a_stage else 1)

@@ -158,7 +158,7 @@ class Listening:
     def __init__(self, link: Link, heard: list[tuple[torch.dtype, int]]) -> None:
         self._link, self._heard = link, heard
         self.all_gather, self.broadcast, self.pass_on = link.all_gather, link.broadcast, link.pass_on
-        self.sum_scatter = link.sum_scatter
+        self.sum_scatter, self.all_to_all = link.sum_scatter, link.all_to_all
 
     def all_sum(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         self._heard.append((x.dtype, x.shape[-1]))
@@ -256,6 +256,9 @@ class Watched:
         return self.link.all_sum(x, peers)
 
     def sum_scatter(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
+        raise AssertionError("a short step is not divided")
+
+    def all_to_all(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:
         raise AssertionError("a short step is not divided")
 
     def all_gather(self, x: Tensor, peers: tuple[int, ...]) -> Tensor:

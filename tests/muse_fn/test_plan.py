@@ -38,7 +38,7 @@ def test_a_prediction_is_its_formula(read: float, product: float, step: Step) ->
     assert found.seconds[GAPS] == pytest.approx(62 * 7e-6)
     times = sum(row.times for row in found.collectives)
     sent = sum(row.times * row.bytes for row in found.collectives)
-    assert times == 1 + 4 * 62 + 2
+    assert times == (1 + 4 * 62 + 2 if step.new == 1 else 1 + 8 * 62 + 1 + 2), "a prompt is divided by tokens"
     assert found.seconds["collectives"] == pytest.approx(times * 16e-6 + sent / 262.5e9)
     assert found.seconds["host"] == pytest.approx(50e-6)
     assert found.total == pytest.approx(sum(found.seconds.values()))

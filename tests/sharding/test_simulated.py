@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muse_fn.sharding.collectives import broadcast, gather, hand_on, join, psum, psum_scatter, stacked
+from muse_fn.sharding.collectives import broadcast, gather, hand_on, join, psum, psum_scatter, stacked, swapped
 from muse_fn.sharding.mesh import AXES, Axes, Mesh, MeshError
 from muse_fn.sharding.simulated import SequenceError, simulate
 
@@ -43,6 +43,18 @@ def test_a_scattered_sum_is_this_rank_s_rows_of_the_sum(axes: Axes) -> None:
         each = 24 // CUBE.size(axes)
         start = each * CUBE.at(rank).index(axes)
         assert torch.equal(part, total[start : start + each])
+
+
+@pytest.mark.parametrize("axes", SUBSETS, ids=str)
+def test_a_swap_gives_this_rank_s_rows_of_each(axes: Axes) -> None:
+    def both(m: Mesh) -> tuple[Tensor, Tensor]:
+        x = torch.randn(24, 2, generator=torch.Generator().manual_seed(m.rank))
+        return swapped(x, m, axes), stacked(x, m, axes)
+
+    for rank, (part, every) in enumerate(simulate(CUBE, both)):
+        each = 24 // CUBE.size(axes)
+        start = each * CUBE.at(rank).index(axes)
+        assert torch.equal(part, every[:, start : start + each])
 
 
 def test_rows_that_do_not_divide_are_an_error() -> None:
