@@ -64,7 +64,8 @@ def attend(
     length = q_BTND.shape[1]
     exact = q_BTND.dtype == torch.float32
     if is_start and not exact and 1 < length <= k_pos_BS.shape[1] and not 0 < window < length:
-        # The mask is the triangle, which the fused form need not read and half of which it need not compute.
+        # The mask is the triangle, which the fused form need not read and half of which it need not compute. Its bits
+        # are not those over all keys: the library's exponentials of a vector and of what is left of one differ.
         q, k, v = (x.transpose(1, 2) for x in (q_BTND.contiguous(), k_BSKD[:, :length], v_BSKD[:, :length]))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
     own_form = reference.attend if k_pos_BS.shape[1] == length else grouped

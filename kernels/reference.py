@@ -55,7 +55,9 @@ def attend(
 
     Scores are scaled by D^-0.5; query head n reads KV head n // (N / K). Positions are int64 and need no order; a key
     at position -1 is an empty place. A query that sees no key gets finite, meaningless values. `is_start` promises that
-    query i and key i are at position i, or padding: a faster form may then leave the positions unread.
+    query i and key i are at position i, or padding: a faster form may then leave the positions unread, and with them
+    the keys behind the queries, which changes last bits. A captured step does not know it, so no form that a graph
+    holds on a device may have other bits for it; one for a CPU has, in bfloat16 (`kernels/cpu.py`).
     """
     del is_start
     # One product per query head, as the published model: with the heads of a group in one, sums differ in the last bit.

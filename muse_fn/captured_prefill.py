@@ -1,7 +1,8 @@
 """Pieces of prompts read by captured steps: launching some thousand kernels takes a host longer than a device needs for
 a short prompt, and about as long as it needs for a long one.
 
-A piece is padded at its end to the length that was captured; padding is computed and goes nowhere.
+A piece is padded at its end to the length that was captured; padding is computed and goes nowhere. The captured step
+is `read_logits`, run eagerly at the same size, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,11 @@ def read_logits(
     ops: Ops | None = None,
 ) -> Tensor:
     """`prefill` without its host side: float32 [B, V], or this rank's share of V. Writes into the arenas and looks at
-    no value, so that a graph can hold it; who calls has checked the step."""
+    no value, so that a graph can hold it; who calls has checked the step.
+
+    Not even whether a prompt starts here, which `prefill` tells its attention (`is_start`). A device's forms do not
+    ask, so the bits are those of `prefill` of the same size; on a CPU in bfloat16 one does, and then they are not.
+    """
     ops = ops or select(sample_tensor(params).device)
     ran = run_on(params, tokens_BT, KVCache(*arenas, DEAD), view, config, mesh, every=every, ops=ops)
     return logits(params, last_rows(ran.h_BTH, view), config, ops, mesh, gathered=False)

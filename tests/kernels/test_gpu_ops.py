@@ -298,6 +298,20 @@ def same_stream(found: Hidden | Ran, expected: Hidden | Ran) -> None:
     assert error.max() <= BOUND
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("form", ["few rows", "many rows", "plain"])
+def test_no_attention_asks_whether_a_step_is_a_prompts_first(
+    form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step, which cannot know, would else have other bits than an eager one."""
+    if form == "many rows":
+        monkeypatch.setattr(gpu_ops.gpu_attention, "why_not", lambda *args: "too many")  # pyright: ignore[reportUnknownLambdaType]
+    in_blocks, alone = blocks(dtype, new=8, step=1 + (form == "plain")), attend(dtype, heads=4)
+    cases: list[tuple[Callable[..., Tensor], Args]] = [(gpu_ops.attend_blocks, in_blocks), (gpu_ops.attend, alone)]
+    for op, args in cases:
+        assert torch.equal(op(*args[:-1], True), op(*args[:-1], False))
+
+
 @pytest.fixture
 def large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for every program: fewer of them, each with more of a matrix."""
