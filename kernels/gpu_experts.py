@@ -3,7 +3,8 @@
 Routes are sorted by expert and stand in tiles of rows; one program multiplies some rows of one expert's matrix with one
 tile. Gate and up with the activation between them are one launch, down another. Of FEW routes every warp has its own
 part of the inputs, and the parts' sums meet at the end, so that many loads are under way. Up to ALONE of them there is
-no sorting: each route is a tile, and what two tokens share comes from the level-2 cache the second time.
+no sorting: each route is a tile, and what two tokens share comes from the level-2 cache the second time; kernels/
+gpu_alone.py has them for packed experts.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muse_fn.kernels import gpu_alone
 from muse_fn.kernels.gpu import inputs_ready, overlaps, rounded
 from muse_fn.kernels.gpu_order import SORTED_HERE, Tiles, tiles_of
 from muse_fn.kernels.gpu_product import MX, NV, PLAIN, packed_product, plain_product
@@ -83,8 +85,7 @@ def _gate_up(
     else:
         row = expert.to(tl.int64) * (2 * F) + _rows_of(n, BN, WARPS, FEW, True, F)
         both = packed_product(
-            x_ptr, token, valid, codes_ptr, scales_ptr, row, K, FORMAT, FEW, BN, ROWS, WARPS, AT_ONCE, not ALONE,
-            STAGES, False,
+            x_ptr, token, valid, codes_ptr, scales_ptr, row, K, FORMAT, FEW, BN, ROWS, WARPS, AT_ONCE, STAGES, False,
         )  # fmt: skip
         W: tl.constexpr = 1 if FEW else WARPS
         both = tl.permute(tl.reshape(both, (BN // 16 // W, W, 2, 8, ROWS)), (0, 1, 3, 4, 2))
@@ -142,8 +143,7 @@ def _down(
             out = plain_product(h_ptr, place, valid, codes_ptr, expert.to(tl.int64) * N + n, K, BN, ROWS, STAGES)
         else:
             out = packed_product(
-                h_ptr, place, valid, codes_ptr, scales_ptr, row, K, FORMAT, FEW, BN, ROWS, WARPS, AT_ONCE, not ALONE,
-                STAGES, PDL,
+                h_ptr, place, valid, codes_ptr, scales_ptr, row, K, FORMAT, FEW, BN, ROWS, WARPS, AT_ONCE, STAGES, PDL,
             )  # fmt: skip
         if FORMAT == NV:
             out *= tl.load(global_ptr + expert) / NV_SHIFT
@@ -188,9 +188,7 @@ class Shape(NamedTuple):
     stages: tuple[int, int]  # of these loops
 
 
-# How work on packed experts was cut best on an H200 for one token, for a few, and for more.
-FEWEST, FEWEST_ROUTES = Shape(8, (32, 32), (4, 4), (2, 2), (3, 2)), 8
-ALONES = Shape(8, (32, 32), (4, 2), (1, 1), (4, 3))
+# How work on sorted routes to packed experts was cut best on an H200.
 SORTED, SORTED_ROUTES = Shape(8, (32, 32), (2, 1), (1, 1), (4, 4)), 80
 MANY_SORTED = Shape(8, (32, 64), (1, 1), (1, 1), (4, 4))
 
@@ -207,8 +205,7 @@ def shape_of(routes: int, form: int, latent: int, inner: int) -> Shape:
         return Shape(128, (128, 128), (warps, warps), (1, 1), (3, 3))
     if form == PLAIN.value:
         return Shape(16, (64, 64), (4, 4), (1, 1), (3, 3))
-    steps = (FEWEST_ROUTES, FEWEST), (ALONE, ALONES), (SORTED_ROUTES, SORTED)
-    made = next((shape for most, shape in steps if routes <= most), MANY_SORTED)
+    made = SORTED if routes <= SORTED_ROUTES else MANY_SORTED
     groups = latent // GROUP, inner // GROUP
     warps = tuple(math.gcd(n, most) for n, most in zip(groups, made.warps, strict=True))
     at_once = tuple(math.gcd(n // w, most) for n, w, most in zip(groups, warps, made.at_once, strict=True))
@@ -242,6 +239,16 @@ def expert_rows(
     x = u_TM.contiguous()
     if form != PLAIN.value:
         x = arranged if isinstance(arranged, Tensor) else arranged_for(x, routes)
+    if form != PLAIN.value and is_alone:
+        given = (
+            gpu_alone.Packed(codes, scales.view(torch.uint8), globals_, parts, form, inputs)
+            for (codes, scales, globals_, parts, _), inputs in (
+                (_parts(gate_up_EFM), latent),
+                (_parts(down_EMF), inner),
+            )
+        )
+        gpu_alone.expert_rows(x, idx, *given, out, experts, first)
+        return out
     h = torch.empty(routes, inner, dtype=torch.bfloat16, device=device)
     common = {"FORMAT": form, "ALONE": is_alone, "FEW": few, "ROWS": shape.rows, "PDL": pdl, "launch_pdl": pdl}
     _gate_up_kernel[(2 * inner // shape.out[0], count)](
@@ -265,6 +272,8 @@ def _cut(shape: Shape, which: int) -> dict[str, int]:
 
 def arranged_for(x_TM: Tensor, routes: int) -> Tensor:
     """Inputs [T, M] in the order of unpacked weights for so many routes, GROUP by GROUP."""
+    if routes <= ALONE:
+        return gpu_alone.quantised_rows(x_TM)
     out, step, pdl = torch.empty_like(x_TM), _lowest_bit(x_TM.shape[1], 1024), overlaps(x_TM.device)
     grid, few = (len(x_TM), x_TM.shape[1] // step), is_few(routes)
     _arrange_kernel[grid](x_TM, out, FEW=few, K=x_TM.shape[1], STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=4)
@@ -333,5 +342,5 @@ COMPILED = [  # kernel, types of its arguments, constants, options: as for the r
         {"num_warps": 4, "launch_pdl": True},
     ),
     *(entry for routes in (8, 64, 128, SORTED_HERE + 1) for packing in (MX.value, NV.value, PLAIN.value)
-      for entry in _compiled(routes, packing)),
+      if routes > ALONE or packing == PLAIN.value for entry in _compiled(routes, packing)),
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from muse_fn.kernels.gpu import dot, inputs_ready, overlaps, processors, rounded
 from muse_fn.kernels.packed import Weight
 
 MOST_ROWS = 16
+FLOAT_REGISTERS = 168
 MOST_MATRICES = 4
 LIBRARY_OUTPUTS = 1 << 16  # of a bfloat16 matrix and more than one row from which on the library is faster
 
@@ -268,6 +269,11 @@ def form_of(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: in
     return few_rows(width, count) if few else more_rows(ws, width, count, x_size, processors)
 
 
+def most_registers(ws: tuple[tuple[int, bool], ...]) -> int | None:
+    """Of a thread, where the compiler would take so few that it reads float32 matrices late; see `more_rows`."""
+    return FLOAT_REGISTERS if any(is_float for _, is_float in ws) else None
+
+
 def _launch(x: Tensor, half: Tensor, ws: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     rows, halves = (t.flatten(0, -2).contiguous() for t in (x, half))
     (count, width), spare, pdl = rows.shape, MOST_MATRICES - len(ws), overlaps(x.device)
@@ -281,7 +287,7 @@ def _launch(x: Tensor, half: Tensor, ws: Sequence[Tensor], dtype: torch.dtype | 
         *[found[i] for i in order], *[found[first]] * spare,
         *[len(ws[i]) for i in order], *[0] * spare, count,
         **form._asdict(), K=width, FLOATS=sum(is_float for _, is_float in sizes), MATRICES=len(ws),
-        PDL=pdl, launch_pdl=pdl, num_warps=form.WARPS,
+        PDL=pdl, launch_pdl=pdl, num_warps=form.WARPS, maxnreg=most_registers(sizes),
     )  # fmt: skip
     return [y.unflatten(0, x.shape[:-1]) for y in found]
 
@@ -357,7 +363,8 @@ def _compiled(
     constants |= {"K": width, "FLOATS": sum(kind == "fp32" for _, kind in ws), "MATRICES": len(ws), "PDL": True} | (
         {"T": 1} if count == 1 else {}
     )
-    return _linears_kernel, types, constants, {"num_warps": form.WARPS, "launch_pdl": True}
+    options = {"num_warps": form.WARPS, "launch_pdl": True, "maxnreg": most_registers(sizes)}
+    return _linears_kernel, types, constants, options
 
 
 COMPILED = [

@@ -55,14 +55,14 @@ def _places(row, K: tl.constexpr, PART: tl.constexpr, WARPS: tl.constexpr, B: tl
 
 
 @triton.jit
-def _read(codes_ptr, at, W: tl.constexpr, B: tl.constexpr, AHEAD: tl.constexpr):
-    """16 int32 from each place int64 [8, W, B, 1]; what follows comes into the level-2 cache with it if AHEAD."""
+def _read(codes_ptr, at, W: tl.constexpr, B: tl.constexpr):
+    """16 int32 from each place int64 [8, W, B, 1]; what follows comes into the level-2 cache with it."""
     if INTERPRETED:
         return tl.load(codes_ptr + at + tl.arange(0, 16)[None, None, None, :])
     else:
         pointers = (codes_ptr + at + 4 * tl.arange(0, 4)[None, None, None, :]).to(tl.int64)
         a, b, c, d = tl.inline_asm_elementwise(
-            f"ld.global{'.L2::256B' if AHEAD else ''}.v4.b32 {{$0, $1, $2, $3}}, [$4];",
+            "ld.global.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4];",
             "=r,=r,=r,=r,l", [pointers],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
@@ -72,7 +72,7 @@ def _read(codes_ptr, at, W: tl.constexpr, B: tl.constexpr, AHEAD: tl.constexpr):
 @triton.jit
 def _sum_few(
     x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K: tl.constexpr, FORMAT: tl.constexpr, LONG: tl.constexpr,
-    BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Matrix rows 8 b + l = row[l, 0, b] with the inputs of a tile, each warp its part of the inputs -> float32 [WARPS,
@@ -91,22 +91,21 @@ def _sum_few(
     k = ((k // 64) * 128 + k % 64)[None, :, None]
     x_at = x_ptr + (tl.arange(0, WARPS) * PART)[:, None, None] + x_row.to(tl.int64)[None, None, :] * K + k
     acc = tl.zeros((WARPS, BN, ROWS), tl.float32)
-    codes, scales = _read(codes_ptr, codes_at, WARPS, B, AHEAD), tl.load(scales_ptr + scales_at)
+    codes, scales = _read(codes_ptr, codes_at, WARPS, B), tl.load(scales_ptr + scales_at)
     inputs_ready(PDL)
     seen = tl.zeros((4, 8, WARPS, B), tl.int32)
     for turn in tl.range(0, TURNS, num_stages=STAGES):
         next_codes, next_scales = codes, scales
         if TURNS > 1:
             ahead = tl.minimum(turn + 1, TURNS - 1) * AT_ONCE
-            next_codes = _read(codes_ptr, codes_at + ahead * 16, WARPS, B, AHEAD)
+            next_codes = _read(codes_ptr, codes_at + ahead * 16, WARPS, B)
             next_scales = tl.load(scales_ptr + scales_at + ahead)
         even = tl.load(x_at + turn * AT_ONCE * 128, mask=valid[None, None, :], other=0.0)
         odd = tl.load(x_at + turn * AT_ONCE * 128 + 64, mask=valid[None, None, :], other=0.0)
         factor = _factors(scales, WARPS, B, FORMAT, LONG)
         if FORMAT == MX:
             seen |= scales
-        # Of few routes (not AHEAD) as many programs as possible are to be on a multiprocessor: in few registers.
-        even_w, odd_w = weights(codes, factor, True, LONG, not AHEAD)
+        even_w, odd_w = weights(codes, factor, True, LONG)
         acc = dot(placed_few(even_w, WARPS, BN, AT_ONCE), even, acc)
         acc = dot(placed_few(odd_w, WARPS, BN, AT_ONCE), odd, acc)
         codes, scales = next_codes, next_scales
@@ -116,19 +115,19 @@ def _sum_few(
 @triton.jit
 def _product_few(
     x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K: tl.constexpr, FORMAT: tl.constexpr,
-    BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sum of all parts, float32 [BN, ROWS]."""
     acc, seen = _sum_few(
-        x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, False, BN, ROWS, WARPS, AT_ONCE, AHEAD, STAGES, PDL
+        x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, False, BN, ROWS, WARPS, AT_ONCE, STAGES, PDL
     )
     if FORMAT == MX:
         # Scales above 1 are rare in weights; where one is, the tile is done again without the short cut.
         if tl.max(((seen & LARGE) != 0).to(tl.int32)) > 0:
             acc, seen = _sum_few(
-                x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, True, BN, ROWS, WARPS, AT_ONCE, AHEAD,
-                STAGES, False,
+                x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, True, BN, ROWS, WARPS, AT_ONCE, STAGES,
+                False,
             )  # fmt: skip
     return tl.sum(acc, 0)
 
@@ -153,7 +152,7 @@ def _sum_many(
         if FORMAT == MX:
             seen |= scales
         factor = _factors(tl.broadcast_to(scales[None, :, :, :], (4, 8, WARPS, B)), WARPS, B, FORMAT, LONG)
-        even_w, odd_w = weights(tl.load(codes_ptr + codes_at + g * 16), factor, False, LONG, False)
+        even_w, odd_w = weights(tl.load(codes_ptr + codes_at + g * 16), factor, False, LONG)
         acc = dot(placed_many(odd_w, BN, WARPS), odd, dot(placed_many(even_w, BN, WARPS), even, acc))
     return acc, seen
 
@@ -176,7 +175,7 @@ def _product_many(
 @triton.jit
 def packed_product(
     x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K: tl.constexpr, FORMAT: tl.constexpr, FEW: tl.constexpr,
-    BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, AT_ONCE: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Matrix rows with the inputs of a tile -> float32 [BN, ROWS]: row 8 b + l is row[l, 0, b] of FEW, else they lie as
@@ -184,7 +183,7 @@ def packed_product(
     inputs."""
     if FEW:
         return _product_few(
-            x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, BN, ROWS, WARPS, AT_ONCE, AHEAD, STAGES, PDL
+            x_ptr, x_row, valid, codes_ptr, scales_ptr, row, K, FORMAT, BN, ROWS, WARPS, AT_ONCE, STAGES, PDL
         )
     else:
         inputs_ready(PDL)

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels.gpu import inputs_ready, overlaps, rounded
-from muse_fn.kernels.gpu_experts import is_few
+from muse_fn.kernels.gpu_alone import store_quantised, width
+from muse_fn.kernels.gpu_experts import ALONE, is_few
 from muse_fn.kernels.gpu_pieces import in_parts, inverse_rms, rows_in_parts, why_not_in_parts
 from muse_fn.kernels.gpu_unpack import GROUP
 from muse_fn.kernels.norms import Gain
@@ -22,6 +23,7 @@ MOST = 1024  # experts
 MOST_TAKEN = 32  # of them, whose places are found by comparing each with each
 WARPS = tl.constexpr(4)
 _EPS = tl.constexpr(ROUTE_EPS)
+NONE, WHOLE, FEW, MANY = (tl.constexpr(n) for n in range(4))  # what is made of rows for the experts' products
 _LOWEST = tl.constexpr(-(1 << 31))  # below the rank of every number, infinities and NaN included
 
 
@@ -71,8 +73,7 @@ def _route(
 @triton.jit
 def _norm(
     squeezed, norm, u, arranged, token, part_stride, stride, eps,
-    ARRANGED: tl.constexpr, FEW: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
+    ORDER: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token's squeezed row, in parts."""
     cols = tl.arange(0, COLUMNS)
@@ -82,10 +83,12 @@ def _norm(
     v = tl.load(squeezed + token * stride + in_parts(cols, part_stride, WIDTH, PART), inside, 0.0).to(tl.float32)
     v = rounded(v * inverse_rms(v, eps, WIDTH) * scale, u.dtype.element_ty)
     tl.store(u + token * WIDTH + cols, v, inside)
-    if ARRANGED:
-        # Column k goes to (k & -128) + gpu_unpack.column(k & 127, FEW), which renumbers the bits q q s s l h p of k.
+    if ORDER == WHOLE:
+        store_quantised(arranged + token * (2 * WIDTH + WIDTH // 4), v.to(tl.float32), 0, WIDTH, COLUMNS // 16)
+    elif ORDER != NONE:
+        # Column k goes to (k & -128) + gpu_unpack.column(k & 127, …), which renumbers the bits q q s s l h p of k.
         v = tl.reshape(v, (COLUMNS // 128, 4, 4, 2, 2, 2))
-        if FEW:
+        if ORDER == FEW:
             v = tl.permute(v, (0, 5, 2, 1, 4, 3))
         else:
             v = tl.permute(v, (0, 5, 2, 4, 1, 3))
@@ -97,8 +100,7 @@ def _choose_kernel(
     logits, bias, idx, weight, squeezed, norm, u, arranged,
     T, stride, multiplier, factor, part_stride, squeezed_stride, eps,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
-    ARRANGED: tl.constexpr, FEW: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
+    ORDER: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 .. T - 1 route a token each, programs T .. 2 T - 1 norm one."""
     token = tl.program_id(0).to(tl.int64)
@@ -108,7 +110,7 @@ def _choose_kernel(
         token -= T
         _norm(
             squeezed, norm, u, arranged, token, part_stride, squeezed_stride, eps,
-            ARRANGED, FEW, PART, WIDTH, COLUMNS, PDL,
+            ORDER, PART, WIDTH, COLUMNS, PDL,
         )  # fmt: skip
 
 
@@ -130,22 +132,24 @@ def choose(
     """
     (tokens, experts), device = logits_TE.shape, logits_TE.device
     logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
-    parts, width, early = rows_in_parts(squeezed_PTm), len(squeezed_PTm) * squeezed_PTm.shape[-1], overlaps(device)
+    parts, columns, early = rows_in_parts(squeezed_PTm), len(squeezed_PTm) * squeezed_PTm.shape[-1], overlaps(device)
     idx = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
     weight = torch.empty(tokens, top_k, dtype=torch.float32, device=device)
-    u = torch.empty(tokens, width, dtype=dtype, device=device)
-    arranged = torch.empty_like(u) if dtype == torch.bfloat16 and width % GROUP == 0 else ()
+    u = torch.empty(tokens, columns, dtype=dtype, device=device)
+    order, arranged = NONE.value, u
+    if dtype == torch.bfloat16 and columns % GROUP == 0:
+        order = WHOLE.value if idx.numel() <= ALONE else FEW.value if is_few(idx.numel()) else MANY.value
+        arranged = u.new_empty(tokens, width(columns), dtype=torch.int8) if order == WHOLE else torch.empty_like(u)
     if tokens:
         _choose_kernel[(2 * tokens,)](
-            logits_TE, bias_E, idx, weight, parts, norm.factor, u, arranged if isinstance(arranged, Tensor) else u,
+            logits_TE, bias_E, idx, weight, parts, norm.factor, u, arranged,
             tokens, logits_TE.stride(0), multiplier, factor, *parts.stride()[:2], eps,
             EXPERTS=experts, BLOCK=max(triton.next_power_of_2(experts), 32),
-            TOP_K=top_k, PLACES=triton.next_power_of_2(top_k),
-            ARRANGED=isinstance(arranged, Tensor), FEW=is_few(idx.numel()),
-            PART=parts.shape[-1], WIDTH=width, COLUMNS=triton.next_power_of_2(width),
+            TOP_K=top_k, PLACES=triton.next_power_of_2(top_k), ORDER=order,
+            PART=parts.shape[-1], WIDTH=columns, COLUMNS=triton.next_power_of_2(columns),
             PDL=early, launch_pdl=early, num_warps=WARPS.value,
         )  # fmt: skip
-    return Chosen(Routes(idx, weight), u, arranged)
+    return Chosen(Routes(idx, weight), u, () if order == NONE else arranged)
 
 
 def why_not(logits_TE: Tensor, bias_E: Tensor, top_k: int, squeezed_PTm: Tensor) -> str:
@@ -168,12 +172,12 @@ COMPILED = [  # kernel, types of its arguments, constants, options: as for the r
         _choose_kernel,
         {
             **{"logits": "*fp32", "bias": "*fp32", "idx": "*i64", "weight": "*fp32"},
-            **{"squeezed": "*bf16", "norm": "*fp32", "u": "*bf16", "arranged": "*bf16"},
+            **{"squeezed": "*bf16", "norm": "*fp32", "u": "*bf16", "arranged": "*i8" if part == 512 else "*bf16"},
             **{"T": "i32", "multiplier": "fp32", "factor": "fp32", "eps": "fp32"},
         },
         {
             **{"EXPERTS": 256, "TOP_K": 8, "PLACES": 8, "BLOCK": 256, "stride": 256},
-            **{"ARRANGED": True, "FEW": part == 512, "WIDTH": 4096, "COLUMNS": 4096, "PDL": True},
+            **{"ORDER": (WHOLE if part == 512 else MANY).value, "WIDTH": 4096, "COLUMNS": 4096, "PDL": True},
             **{"PART": part, "part_stride": part, "squeezed_stride": part},
         },
         {"num_warps": WARPS.value, "launch_pdl": True},

@@ -22,27 +22,21 @@ LARGE = tl.constexpr(-0x7F7F7F80)  # of four e8m0 bytes the bits that say that o
 NV_SHIFT = tl.constexpr(2.0**-16)  # what is left out of the factors of NVFP4, whose scales reach 448
 
 
-def _asm(registers: int, *factors: str, tight: bool = False) -> tl.constexpr:
+def _asm(registers: int, *factors: str) -> tl.constexpr:
     """Registers of eight codes and as many factors -> for each the even inputs' weights of bytes (0, 2), all of (1, 3),
-    then the odd inputs' likewise, each times every factor; "@" is the one given. If tight in more instructions, for
-    which the compiler needs fewer registers."""
+    then the odd inputs' likewise, each times every factor; "@" is the one given."""
     lines: list[str] = []
     for i in range(registers):
         code, by = f"${4 * registers + i}", f"${5 * registers + i}"
         e, f, g, h = (f"${n * registers + i}" for n in range(4))
-        cut, pick = "and.b32 u, u, 0x01C001C0; lop3.b32", "0x01C001C0, 0xE4;"  # the latter: u's bits there, v's beside
+        pick = "0x01C001C0, 0xE4;"  # u's bits there, v's beside
         lines += [
-            f"shl.b32 u, {code}, 6; shl.b32 v, {code}, 12; {cut} {e}, v, 0x80008000, u, 0xEA;",
-            f"shr.u32 u, {code}, 2; shl.b32 v, {code}, 4; {cut} {f}, v, 0x80008000, u, 0xEA;",
-            f"shl.b32 u, {code}, 2; shl.b32 v, {code}, 8; {cut} {g}, v, 0x80008000, u, 0xEA;",
-            f"shr.u32 u, {code}, 6; {cut} {h}, {code}, 0x80008000, u, 0xEA;",
-        ] if tight else [
             f"and.b32 s, {code}, 0x08080808; and.b32 t, {code}, 0x80808080;",  # every second sign
             f"shl.b32 u, {code}, 6; shl.b32 v, s, 12; lop3.b32 {e}, u, v, {pick}",
             f"shr.u32 u, {code}, 2; shl.b32 v, s, 4; lop3.b32 {f}, u, v, {pick}",
             f"shl.b32 u, {code}, 2; shl.b32 v, t, 8; lop3.b32 {g}, u, v, {pick}",
             f"shr.u32 u, {code}, 6; lop3.b32 {h}, u, t, {pick}",
-        ]  # fmt: skip
+        ]
         lines += [f"mul.rn.bf16x2 {x}, {x}, {by if n == '@' else n};" for n in factors for x in (e, f, g, h)]
     return tl.constexpr("{\n.reg .b32 s, t, u, v, one;\nmov.b32 one, 0x7E807E80;\n" + "\n".join(lines) + "\n}")
 
@@ -53,7 +47,6 @@ def _constraints(registers: int) -> tl.constexpr:
 
 # 16 bytes at once where registers allow it: the compiler then keeps them together.
 _ASM, _LONG_ASM, _OF_FOUR = _asm(4, "@"), _asm(4, "one", "@"), _constraints(4)
-_TIGHT_ASM, _TIGHT_LONG_ASM = _asm(4, "@", tight=True), _asm(4, "one", "@", tight=True)
 _ONE_ASM, _ONE_LONG_ASM, _OF_ONE = _asm(1, "@"), _asm(1, "one", "@"), _constraints(1)
 
 
@@ -116,7 +109,7 @@ def _half(x, at: tl.constexpr):
 
 
 @triton.jit
-def weights(codes, factor, FEW: tl.constexpr, LONG: tl.constexpr, TIGHT: tl.constexpr):
+def weights(codes, factor, FEW: tl.constexpr, LONG: tl.constexpr):
     """Codes int32 [..., 16], eight in each, and for each the bfloat16 it is multiplied with, twice in an int32 -> the
     weights of the even and of the odd inputs, bfloat16 [..., 16, 2, 2]: register, (0, 2) or (1, 3), which of both."""
     if INTERPRETED:
@@ -125,8 +118,7 @@ def weights(codes, factor, FEW: tl.constexpr, LONG: tl.constexpr, TIGHT: tl.cons
         odd = tl.join(tl.join(_scaled(codes, factor, 4, LONG), _scaled(codes, factor, 20, LONG)),
                       tl.join(_scaled(codes, factor, 12, LONG), _scaled(codes, factor, 28, LONG)))  # fmt: skip
     else:
-        tight: tl.constexpr = _TIGHT_LONG_ASM if LONG else _TIGHT_ASM
-        four: tl.constexpr = tight if TIGHT else _LONG_ASM if LONG else _ASM
+        four: tl.constexpr = _LONG_ASM if LONG else _ASM
         one: tl.constexpr = _ONE_LONG_ASM if LONG else _ONE_ASM
         e, f, g, h = tl.inline_asm_elementwise(
             four if FEW else one, _OF_FOUR if FEW else _OF_ONE, [codes, factor],

@@ -177,6 +177,20 @@ def test_every_kernel_is_compiled_and_fits_the_device(tmp_path: Path) -> None:
     assert {f["constants"]["ALONE"] for f in products} == {True, False}
     for f in products:
         check_product(f)
+    alone = [f for f in found if f["kernel"].startswith("_alone_")]
+    assert {(f["constants"]["FORMAT"], f["constants"]["S"]) for f in alone} == {(1, 4), (1, 8), (2, 4), (2, 8)}
+    for f in alone:
+        check_alone(f)
+
+
+def check_alone(f: Facts) -> None:
+    """That what a thread has looked up stays in its registers, and that codes are read by 16 bytes."""
+    rows = f["constants"]["BN"]
+    group = 2 * 4 * rows // 16  # products, of 16 rows, 32 inputs and 8 columns: of either sign, 128 inputs
+    assert f["mma"] >= 2 * group, f  # of two groups a turn
+    assert f["mma"] % group == 0, f
+    assert f["wgmma"] == f["stores_between"] == 0, f
+    assert f["wide"].get("", 0) >= rows // 8, f
 
 
 def check_product(f: Facts) -> None:
@@ -196,7 +210,7 @@ def check_product(f: Facts) -> None:
         assert f["wgmma"] == 0, f
         assert f["mma"] >= ways * turn, f
         assert f["mma"] % turn == 0, f
-        assert f["wide"].get("" if c["ALONE"] else ".L2::256B", 0) >= ways * c["AT_ONCE"] * c["BN"] // 8, f
+        assert f["wide"].get(".L2::256B", 0) >= ways * c["AT_ONCE"] * c["BN"] // 8, f
     else:
         assert f["wgmma"] == f["from_registers"] > 0, f
         assert f["mma"] == 0, f

@@ -15,6 +15,7 @@ from tests.models import SEEDS, close
 # Where exp overflows a quotient is 0, as it should be; numpy, which the interpreter computes with, warns.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
+ALONE = [0, gpu_experts.ALONE]  # routes that are multiplied each by itself: none, or as it is
 FORMS = ["plain", "mxfp4", "nvfp4"]
 BF16 = torch.bfloat16
 TOLERANCE = 2**-6  # of the largest: the reference rounds the activation's factors, the kernel their product
@@ -73,6 +74,7 @@ def test_however_the_work_is_cut(form: str, tokens: int, shape: Shape, monkeypat
         return shape
 
     monkeypatch.setattr(gpu_experts, "shape_of", chosen)
+    monkeypatch.setattr(gpu_experts, "ALONE", 0)
     gate_up, down = weights(form, 0, 3, 256, 128)
     u, idx = draw(2, tokens, 256).to(BF16), torch.randint(-1, 4, (tokens, 2))
     near(expert_rows(u, idx, gate_up, down), exact(u, idx, gate_up, down))
@@ -103,8 +105,10 @@ def test_one_expert_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     near(expert_rows(u, idx, gate_up, down), exact(u, idx, gate_up, down))
 
 
-def test_one_large_scale_among_small_ones() -> None:
-    """Its tile is done without the short cut, and the others are not."""
+@pytest.mark.parametrize("alone", ALONE)
+def test_one_large_scale_among_small_ones(alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where routes are sorted its tile is done without the short cut, and the others are not."""
+    monkeypatch.setattr(gpu_experts, "ALONE", alone)
     gate_up, down = weights("mxfp4", 0, 2)
     assert isinstance(gate_up, MXFP4)
     scales = gate_up.scales.clone()
@@ -125,12 +129,14 @@ def test_many_routes_are_sorted_elsewhere(monkeypatch: pytest.MonkeyPatch) -> No
     near(expert_rows(u, idx, gate_up, down), exact(u, idx, gate_up, down))
 
 
+@pytest.mark.parametrize("alone", ALONE)
 @pytest.mark.parametrize("scale", [2, 3, 60, 127, 128, 129, 200, 247])
-def test_scales_reach_as_far_as_the_format(scale: int) -> None:
+def test_scales_reach_as_far_as_the_format(scale: int, alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against dequantised weights; inputs are scaled against them so that sums stay in range.
 
     0 and 1 make numbers below the normal ones, which the interpreter turns to 0: bench/kernel_checks.py has them.
     """
+    monkeypatch.setattr(gpu_experts, "ALONE", alone)
     gate_up, down = weights("mxfp4", 0, 2)
     assert isinstance(gate_up, MXFP4)
     gate_up = gate_up._replace(scales=torch.full_like(gate_up.scales, scale))
@@ -151,7 +157,9 @@ def test_negative_zeros_and_every_code() -> None:
     assert torch.equal(expert_rows(-u, idx, gate_up, down), torch.zeros(3, 1, 128, dtype=BF16))
 
 
-def test_a_broken_token_breaks_no_other() -> None:
+@pytest.mark.parametrize("alone", ALONE)
+def test_a_broken_token_breaks_no_other(alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_experts, "ALONE", alone)
     gate_up, down = weights("mxfp4", 0, 2)
     u, idx = draw(2, 6, 256).to(BF16), torch.tensor([[0, 1]] * 6)
     expected = expert_rows(u, idx, gate_up, down)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muse_fn.kernels import gpu_experts, gpu_route, gpu_unpack, pieces
+from muse_fn.kernels import gpu_alone, gpu_experts, gpu_route, gpu_unpack, pieces
 from muse_fn.kernels.norms import Gain
 from muse_fn.kernels.pieces import Routes
 from tests.models import SEEDS, close
@@ -165,7 +165,9 @@ def test_rows_in_parts_are_normed(
 
 
 def arranged(u: Tensor, routes: int) -> Tensor:
-    """Each column where the unpacked weights of packed experts have it."""
+    """In whole numbers, or each column where the unpacked weights of packed experts have it."""
+    if routes <= gpu_route.ALONE:
+        return gpu_alone.quantised_rows(u)
     k, out = torch.arange(u.shape[-1]), torch.empty_like(u)
     out[:, (k & -128) + gpu_unpack.column.fn(k & 127, gpu_experts.is_few(routes))] = u
     return out
@@ -174,6 +176,7 @@ def arranged(u: Tensor, routes: int) -> Tensor:
 @pytest.mark.parametrize("few", [True, False])
 def test_columns_are_arranged_in_groups_whatever_their_number(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """384 of them are not all that the program could hold; each has its own number, and both orders are used."""
+    monkeypatch.setattr(gpu_route, "ALONE", 0)
     for file in (gpu_experts, gpu_route):
         monkeypatch.setattr(file, "is_few", lambda routes: few)  # pyright: ignore[reportUnknownLambdaType]
     logits, bias = apart(0, 2, 8)
