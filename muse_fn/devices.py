@@ -41,7 +41,7 @@ class Rates(NamedTuple):
 _OVERHEAD = Assumption("host_us", 0.0, "us per step", "assumed: captured steps hide the host entirely")
 _SEQUENCES = Assumption("sequences", 4.0, "sequences", "assumed: each holds one window per sliding layer")
 
-# Fitted on bench/results/2026-11-30-cards.md (two cards, 20 layers) and 2026-11-30-rank-slice.md (one card, 62 layers),
+# Fitted on bench/results/2026-11-30-cards-2.md (two cards, 20 layers) and 2026-11-30-rank-slice.md (one card, 62 layers),
 # so that every line of both is within 25 % of its prediction. Shares alone cannot do that: a layer with fewer bytes,
 # as on one of eight cards, reads them at a lower rate, since its kernels still start one after the other.
 _FITTED = "fitted on steps measured on one and two cards (bench/results)"
@@ -55,9 +55,9 @@ def _whole(name: str, what: str, shown: float) -> Assumption:
 
 
 _READS, _PRODUCTS = "of bandwidth_gb_s", "of bf16_tflops"
-_READ_SHARE = Assumption("read_share", 0.71, _READS, f"{_FITTED}: unpacking four bits, small products, short reads")
-_PRODUCT_SHARE = Assumption("product_share", 0.39, _PRODUCTS, f"{_FITTED}: chunks of 4,096, activations included")
-_LAYER = Assumption("layer_us", 35.0, "us per layer", f"{_FITTED}: a dozen kernels that wait for one another")
+_READ_SHARE = Assumption("read_share", 0.69, _READS, f"{_FITTED}: unpacking four bits, small products, short reads")
+_PRODUCT_SHARE = Assumption("product_share", 0.38, _PRODUCTS, f"{_FITTED}: chunks of 4,096, activations included")
+_LAYER = Assumption("layer_us", 20.0, "us per layer", f"{_FITTED}: a dozen kernels that wait for one another")
 _UNMEASURED = (
     _whole("read_share", _READS, _READ_SHARE.value),
     _whole("product_share", _PRODUCTS, _PRODUCT_SHARE.value),
