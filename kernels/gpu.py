@@ -1,7 +1,8 @@
 """What the Triton forms share: whether they can run here, and the few things that differ under Triton's interpreter.
 
 A kernel launched with `launch_pdl` may start while the one before it still runs: weights, and what the kernel before
-that one wrote, it may read at once, everything else after `inputs_ready`, which each calls once.
+that one wrote, it may read at once, everything else after `inputs_ready`, which each calls once. A program
+that reads nothing need not, but one of each launch must: who waits for a launch counts on all before it being done.
 
 Sizes that change from step to step are not specialised: a server would wait for the compiler at each new one.
 """

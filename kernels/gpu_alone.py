@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels.gpu import inputs_ready, overlaps, rounded
+from muse_fn.kernels.gpu_product import MX, NV
 from muse_fn.kernels.gpu_unpack import GROUP
-from muse_fn.kernels.gpu_whole import BLOCK, MX, NV, product, store_quantised
+from muse_fn.kernels.gpu_whole import BLOCK, product, store_quantised
 
 
 @triton.jit
@@ -136,19 +137,18 @@ def shape_of(shape: Shape, inputs: int) -> Shape:
 def expert_rows(
     x_TM: Tensor, idx_TR: Tensor, gate_up: Packed, down: Packed, out_TRM: Tensor, experts: int, first: int
 ) -> None:
-    """reference.expert_rows of quantised rows int8 [T, 2 M + M / 4] into `out_TRM`. A packed matrix: codes int32,
-    scales uint8, global scales float32 and how many of them an expert has, its format."""
-    (tokens, top_k, latent), early, idx = out_TRM.shape, overlaps(x_TM.device), idx_TR.contiguous()
+    """reference.expert_rows of quantised rows int8 [T, 2 M + M / 4] into `out_TRM`; all of them are contiguous."""
+    (tokens, top_k, latent), early = out_TRM.shape, overlaps(x_TM.device)
     routes, inner = tokens * top_k, down.inputs
     wide, narrow = shape_of(FEWEST if routes <= FEWEST_ROUTES else FEW, latent), shape_of(DOWN, inner)
     h = torch.empty(routes, width(inner), dtype=torch.int8, device=x_TM.device)
     common = {"FORMAT": down.form, "PDL": early, "launch_pdl": early}
     _alone_gate_up_kernel[2 * inner // wide.rows, routes](
-        x_TM, idx, *gate_up[:3], h, out_TRM, experts, first,
+        x_TM, idx_TR, *gate_up[:3], h, out_TRM, experts, first,
         R=top_k, K=latent, F=inner, PARTS=gate_up.parts, maxnreg=REGISTERS[gate_up.form], **_cut(wide), **common,
     )  # fmt: skip
     _alone_down_kernel[latent // narrow.rows, routes](
-        h, idx, *down[:3], out_TRM, experts, first, K=inner, N=latent, **_cut(narrow), **common
+        h, idx_TR, *down[:3], out_TRM, experts, first, K=inner, N=latent, **_cut(narrow), **common
     )
 
 

@@ -271,7 +271,8 @@ def _cut(shape: Shape, which: int) -> dict[str, int]:
 
 
 def arranged_for(x_TM: Tensor, routes: int) -> Tensor:
-    """Inputs [T, M] in the order of unpacked weights for so many routes, GROUP by GROUP."""
+    """Inputs [T, M] as packed experts take them for so many routes: in whole numbers, or GROUP by GROUP in the order of
+    unpacked weights."""
     if routes <= ALONE:
         return gpu_alone.quantised_rows(x_TM)
     out, step, pdl = torch.empty_like(x_TM), _lowest_bit(x_TM.shape[1], 1024), overlaps(x_TM.device)

@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels.gpu import inputs_ready, overlaps, rounded
-from muse_fn.kernels.gpu_alone import store_quantised, width
+from muse_fn.kernels.gpu_alone import width
 from muse_fn.kernels.gpu_experts import ALONE, is_few
 from muse_fn.kernels.gpu_pieces import in_parts, inverse_rms, rows_in_parts, why_not_in_parts
 from muse_fn.kernels.gpu_unpack import GROUP
+from muse_fn.kernels.gpu_whole import store_quantised
 from muse_fn.kernels.norms import Gain
 from muse_fn.kernels.pieces import ROUTE_EPS, Chosen, Routes
 

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from muse_fn.kernels.gpu import INTERPRETED, inputs_ready
+from muse_fn.kernels.gpu_product import MX
 
 BLOCK = tl.constexpr(16)  # inputs that share a power of two
-MX, NV = tl.constexpr(1), tl.constexpr(2)
 ROUND = tl.constexpr(1.5 * 2.0**23)  # a float32 so large has no places behind the point, and whole bits below
 BASE = tl.constexpr(255)  # of the two parts: each is -127 to 127
 _LOOK_UP = tl.constexpr("""{
@@ -38,7 +38,7 @@ prmt.b32 $3, $5, 0x0C080604, high;
 @triton.jit
 def quantised(v):
     """float32 [N, 16] -> both parts, int8 [N, 16], and what twice their sum is a multiple of, float32 [N]: v is
-    2 * scale * (255 * first + second). NaN where a block has infinities or NaN."""
+    2 * scale * (255 * first + second), which is no finer than 2^-125. NaN where a block has infinities or NaN."""
     exponent = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23
     e = tl.minimum(tl.maximum(exponent, 15), 254)
     up = ((267 - e) << 23).to(tl.float32, bitcast=True)

@@ -140,7 +140,7 @@ class Chosen(NamedTuple):
 
     routes: Routes
     u_TM: Tensor
-    # Its rows once more, in groups of 128 columns as packed experts take them; () where no form wants them.
+    # Its rows once more, as the forms for packed experts take so many routes; () where no form wants them.
     arranged_TM: Tensor | tuple[()] = ()
 
 

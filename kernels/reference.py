@@ -120,7 +120,7 @@ def expert_rows(
 
     gate_up is [E, 2F, M] with the gate rows first, down [E, M, F]; they are experts `first` to `first` + E - 1. A route
     to any other (another rank has it) gets a row of exact zeros. The result has `dtype`, u's unless given; a form that
-    sums in it need not round. `arranged` is u in the order of `pieces.Chosen`, for the forms that want it.
+    sums in it need not round. `arranged` is u as `pieces.Chosen` has it, for the forms that want it.
     """
     del arranged
     idx_TR = idx_TR - first

@@ -1,8 +1,8 @@
 """The model: embed, layers, head. The residual stream is float32; each matrix product rounds its input once.
 
 Read with the equations of the published model beside it: every line here is one of them. On a mesh every rank runs the
-same lines on its part of the parameters; `psum`, `stacked` and `gather` are where the parts meet. Between products a
-layer works on the rows of a `Division`: all tokens [T, H] of the step together, or those of this rank, [t, H].
+same lines on its part of the parameters; `summed`, `whole` and `parts` of a `Division`, and `gather`, are where the
+parts meet. Between products a layer works on a division's rows: all tokens [T, H] of the step, or this rank's, [t, H].
 """
 
 from collections.abc import Sequence

@@ -81,7 +81,7 @@ def spilled(sass: str) -> int:
 
 
 def instructions(ptx: str) -> Facts:
-    """How matrices are multiplied, where their left factors lie, and how memory is read."""
+    """How matrices are multiplied, where their left factors lie, how memory is read, and whether a kernel waits."""
     blocks = [block.splitlines() for block in re.split(r"^\s*\$L__BB", ptx, flags=re.MULTILINE)]
     multiply = re.compile(r"\b(wgmma\.mma_async|mma)\.sync")
     stores = 0  # to shared memory, before the last product of the same turn of a loop
@@ -95,8 +95,35 @@ def instructions(ptx: str) -> Facts:
         "mma": len(re.findall(r"\bmma\.sync", ptx)),
         "stores_between": stores,
         "copies": Counter(int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.shared\.\S+ .*?, (0x\w+)", ptx)),
+        "unwaited": can_end_unwaited(ptx),
         "wide": Counter(re.findall(r"ld\.global(\.L2::256B)?\.v4\.b32", ptx)),
     }
+
+
+def can_end_unwaited(ptx: str) -> bool:
+    """Whether programs whose first id is 0 can end without having waited for the kernel before. If all of a launch did,
+    it could be done before that kernel is, and the kernel behind, which waits for this launch alone, read too early."""
+    lines = [line.strip() for line in ptx[ptx.index(".entry") :].splitlines()]
+    labels = {label[1]: n for n, line in enumerate(lines) if (label := re.match(r"(\$L__BB\w+):", line))}
+    zeros, known = {"%ctaid.x"}, dict[str, bool]()
+    for line in lines:
+        if (x := re.match(r"(?:mov|shl|mul\.lo)\.\w+\s+(%\w+), (%[\w.]+)", line)) and x[2] in zeros:
+            zeros.add(x[1])
+        if (x := re.match(r"setp\.(eq|ne)\.\w+\s+(%p\d+), (%\w+), 0;", line)) and x[3] in zeros:
+            known[x[2]] = x[1] == "eq"
+    ways, seen = [0], set[int]()
+    while ways:
+        n = ways.pop()
+        if n in seen or "griddepcontrol.wait" in lines[n]:
+            continue
+        seen.add(n)
+        if re.search(r"\bret;", lines[n]):
+            return True
+        jump = re.match(r"(?:@(!?)(%p\d+)\s+)?bra(?:\.uni)?\s+(\$L__BB\w+)", lines[n])
+        does = None if jump is None or jump[2] not in known else known[jump[2]] != bool(jump[1])
+        ways += [labels[jump[3]]] if jump and does is not False else []
+        ways += [n + 1] if not jump or (jump[2] and does is not True) else []
+    return False
 
 
 def facts(file: str, place: int, folder: Path) -> Facts:
@@ -169,6 +196,8 @@ def test_every_kernel_is_compiled_and_fits_the_device(tmp_path: Path) -> None:
             assert seconds > 0, f
         assert 0 < f["REG"] <= 255, f
         assert f["shared"] <= MOST_SHARED, f
+        assert f["constants"]["PDL"], f
+        assert not f["unwaited"], f
     # Of two configurations that are the same to the compiler the second is found in its cache.
     assert {f["kernel"] for f in found if len(f["told"]) == 1} == {f["kernel"] for f in found}
     products = [f for f in found if f["kernel"] in ("_gate_up_kernel", "_down_kernel")]

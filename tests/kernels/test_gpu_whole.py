@@ -1,5 +1,7 @@
 """Products in whole numbers in Triton's interpreter: inputs in parts, every code, however the work is cut."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -75,6 +77,27 @@ def test_however_the_work_is_cut(
         packed = quantise_nvfp4(gate_up, 2), quantise_nvfp4(down)
     u, idx = draw(2, 1, latent).to(BF16), torch.tensor([[0, -1]])
     near(gpu_experts.expert_rows(u, idx, *packed), exact(u, idx, *packed))
+
+
+@pytest.mark.parametrize(("latent", "inner", "dtype"), [(128, 640, BF16), (384, 128, torch.float32)])
+def test_routes_of_no_expert_here_are_zeros_whatever_lay_there(
+    latent: int, inner: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up writes them, in as many pieces as it has programs: 40 of 4 columns of 128, and 8 of 48 of 384."""
+    empty = torch.empty
+
+    def poisoned(*shape: int, **options: Any) -> Tensor:
+        x = empty(*shape, **options)
+        return x.fill_(torch.nan if x.is_floating_point() else 85)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    gate_up, down = quantise_mxfp4(draw(0, 2, 2 * inner, latent) / 8), quantise_mxfp4(draw(1, 2, latent, inner) / 8)
+    u, idx = draw(2, 2, latent).to(BF16), torch.tensor([[4, 7, 6], [9, 3, 2]])
+    found = gpu_experts.expert_rows(u, idx, gate_up, down, first=5, dtype=dtype)
+    elsewhere = (idx < 5) | (idx > 6)
+    assert torch.equal(found[elsewhere], torch.zeros(5, latent, dtype=dtype))
+    near(found, exact(u, idx - 5, gate_up, down))
+    assert not gpu_experts.expert_rows(u, idx, gate_up, down, first=50, dtype=dtype).any()
 
 
 def test_products_are_nearer_than_those_of_rounded_weights() -> None:
