@@ -96,6 +96,7 @@ def instructions(ptx: str) -> Facts:
         "stores_between": stores,
         "copies": Counter(int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.shared\.\S+ .*?, (0x\w+)", ptx)),
         "unwaited": can_end_unwaited(ptx),
+        "early": len(re.findall(r"@p ld\.global", ptx.rpartition("griddepcontrol.wait")[0])),
         "wide": Counter(re.findall(r"ld\.global(\.L2::256B)?\.v4\.b32", ptx)),
     }
 
@@ -213,13 +214,15 @@ def test_every_kernel_is_compiled_and_fits_the_device(tmp_path: Path) -> None:
 
 
 def check_alone(f: Facts) -> None:
-    """That what a thread has looked up stays in its registers, and that codes are read by 16 bytes."""
+    """That what a thread has looked up stays in its registers, that codes are read by 16 bytes, and that inputs, which
+    instructions read that the compiler thinks it may move, are read once they are there."""
     rows = f["constants"]["BN"]
     group = 2 * 4 * rows // 16  # products, of 16 rows, 32 inputs and 8 columns: of either sign, 128 inputs
     assert f["mma"] >= 2 * group, f  # of two groups a turn
     assert f["mma"] % group == 0, f
     assert f["wgmma"] == f["stores_between"] == 0, f
     assert f["wide"].get("", 0) >= rows // 8, f
+    assert f["early"] == 0, f
 
 
 def check_product(f: Facts) -> None:
