@@ -21,7 +21,7 @@ RULES: dict[str, Axes] = {
 }
 SPLIT_SQUEEZE: dict[str, Axes] = {"squeezed": STAGE, "expanded": STAGE}
 REPEATED = frozenset({"kv_heads"})
-WHOLE_EXPERTS = frozenset({"layers.*.mlp.router.weight", "layers.*.mlp.router.bias"})  # every rank routes for itself
+WHOLE_EXPERTS = frozenset({"layers.*.mlp.router.weight", "layers.*.mlp.router.bias"})  # each rank routes
 
 
 def rules_of(mesh: Mesh) -> Mapping[str, Axes]:
