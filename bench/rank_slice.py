@@ -3,7 +3,8 @@
     python bench/rank_slice.py [--device cuda] [--layers 62] [--squeeze split] [--batches 1 4 16 64] [--save]
 
 The mesh is ep=2, tp=4: 16 query heads, 2 KV heads, 128 of 256 experts with an inner width of 1,024 in MXFP4, 25,256
-rows of the vocabulary. Its other ranks are imitated: a sum is this rank's part, a gather this rank's part repeated. The
+rows of the vocabulary. Its other ranks are imitated: a sum is this rank's part, a gather this rank's part repeated.
+In a prompt's chunk, divided by tokens (sharding/division.py), it norms, scores for routing and blends an eighth. The
 floor is every byte that a step must read (weights once, each expert that a token really takes once, the keys and values
 that each layer sees) over the best read rate of this run; of a prefill, its products over the best bfloat16 rate.
 Times are device times of captured steps, sampling included. Below them, in the same run, stands transformers' decoder

@@ -18,7 +18,6 @@ from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, narrow
 from muse_fn.kernels.cpu_vectors import LANES, ask_for, claim, soften, tile, weigh, workspace
 
-MOST_HEADS = 16  # of queries that read one KV head
 WIDEST = 256  # channels of a head
 STRETCH = 32  # keys that are scored before their values are read
 LOWEST = -3.4e38  # below every score: the first top, from which a sum of nothing is brought to the next

@@ -199,12 +199,6 @@ def _inputs(words, S: tl.constexpr):
 
 
 @triton.jit
-def _halves(x):
-    """[..., 2, n] -> both [..., n]."""
-    return tl.split(tl.permute(x, (0, 1, 2, 3, 5, 4)))
-
-
-@triton.jit
 def _further(b, STEP: tl.constexpr):
     """How many rows on the b-th eight begin; see `product`."""
     if STEP:
