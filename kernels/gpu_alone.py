@@ -16,7 +16,7 @@ from torch import Tensor
 from muse_fn.kernels.gpu import inputs_ready, overlaps, rounded
 from muse_fn.kernels.gpu_product import MX, NV
 from muse_fn.kernels.gpu_unpack import GROUP
-from muse_fn.kernels.gpu_whole import BLOCK, product, store_quantised
+from muse_fn.kernels.gpu_whole import BLOCK, product, store_quantised, width
 
 
 @triton.jit
@@ -25,16 +25,11 @@ def _quantise_kernel(x_ptr, out_ptr, K: tl.constexpr, STEP: tl.constexpr, PDL: t
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * STEP
     k = first + tl.arange(0, STEP)
     v = tl.load(x_ptr + row * K + k, k < K, 0.0).to(tl.float32)
-    store_quantised(out_ptr + row * (2 * K + K // 4), v, first, K, STEP // BLOCK)
-
-
-def width(inputs: int) -> int:
-    """Bytes of a row of so many inputs."""
-    return 2 * inputs + inputs // 4
+    store_quantised(out_ptr + row * width(K), v, first, K, STEP // BLOCK)
 
 
 def quantised_rows(x_TM: Tensor) -> Tensor:
-    """Rows [T, M] of any float dtype, M a multiple of 32 -> int8 [T, 2 M + M / 4]."""
+    """Rows [T, M] of any float dtype, M a multiple of 16 -> int8 [T, 2 M + M / 4]."""
     (tokens, inputs), early = x_TM.shape, overlaps(x_TM.device)
     out = torch.empty(tokens, width(inputs), dtype=torch.int8, device=x_TM.device)
     step = min(1024, triton.next_power_of_2(inputs))
@@ -71,7 +66,7 @@ def _alone_gate_up_kernel(
         )
         return
     f = tl.program_id(0) * (BN // 2)
-    x_row = x_ptr + (route // R).to(tl.int64) * (2 * K + K // 4)
+    x_row = x_ptr + (route // R).to(tl.int64) * width(K)
     first_row = expert.to(tl.int64) * (2 * F) + f
     both = product(x_row, codes_ptr, scales_ptr, first_row, F, K, FORMAT, BN, S, False)
     gate, up = tl.split(tl.permute(tl.reshape(both, (BN // 16, 2, 8)), (0, 2, 1)))
@@ -79,7 +74,7 @@ def _alone_gate_up_kernel(
         gate *= tl.load(global_ptr + expert * PARTS)
         up *= tl.load(global_ptr + expert * PARTS + PARTS - 1)
     h = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (BN // 2,))
-    store_quantised(h_ptr + route.to(tl.int64) * (2 * F + F // 4), h, f, F, BN // 32)
+    store_quantised(h_ptr + route.to(tl.int64) * width(F), h, f, F, BN // 32)
 
 
 @triton.jit
@@ -98,7 +93,7 @@ def _alone_down_kernel(
         if begin == 0:
             inputs_ready(PDL)
         return
-    h_row = h_ptr + route.to(tl.int64) * (2 * K + K // 4)
+    h_row = h_ptr + route.to(tl.int64) * width(K)
     out = product(h_row, codes_ptr, scales_ptr, expert.to(tl.int64) * N + begin, 0, K, FORMAT, BN, S, PDL)
     if FORMAT == NV:
         out *= tl.load(global_ptr + expert)

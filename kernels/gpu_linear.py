@@ -22,7 +22,7 @@ from muse_fn.kernels.gpu import dot, inputs_ready, overlaps, processors, rounded
 from muse_fn.kernels.packed import Weight
 
 MOST_ROWS = 16
-FLOAT_REGISTERS = 168
+FLOAT_REGISTERS = 168  # of a thread: with what the compiler takes by itself it reads float32 matrices late
 MOST_MATRICES = 4
 LIBRARY_OUTPUTS = 1 << 16  # of a bfloat16 matrix and more than one row from which on the library is faster
 
@@ -270,7 +270,7 @@ def form_of(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: in
 
 
 def most_registers(ws: tuple[tuple[int, bool], ...]) -> int | None:
-    """Of a thread, where the compiler would take so few that it reads float32 matrices late; see `more_rows`."""
+    """What the compiler is told of registers for matrices by their rows and whether they are float32; None: nothing."""
     return FLOAT_REGISTERS if any(is_float for _, is_float in ws) else None
 
 

@@ -5,18 +5,17 @@ that differ by less than the rounding of a sigmoid may be ordered differently on
 are, the ids are distinct experts: NaN counts as the largest, as in topk.
 """
 
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels.gpu import inputs_ready, overlaps, rounded
-from muse_fn.kernels.gpu_alone import width
 from muse_fn.kernels.gpu_experts import ALONE, is_few
 from muse_fn.kernels.gpu_pieces import in_parts, inverse_rms, rows_in_parts, why_not_in_parts
 from muse_fn.kernels.gpu_unpack import GROUP
-from muse_fn.kernels.gpu_whole import store_quantised
+from muse_fn.kernels.gpu_whole import store_quantised, width
 from muse_fn.kernels.norms import Gain
 from muse_fn.kernels.pieces import ROUTE_EPS, Chosen, Routes
 
@@ -85,7 +84,7 @@ def _norm(
     v = rounded(v * inverse_rms(v, eps, WIDTH) * scale, u.dtype.element_ty)
     tl.store(u + token * WIDTH + cols, v, inside)
     if ORDER == WHOLE:
-        store_quantised(arranged + token * (2 * WIDTH + WIDTH // 4), v.to(tl.float32), 0, WIDTH, COLUMNS // 16)
+        store_quantised(arranged + token * width(WIDTH), v.to(tl.float32), 0, WIDTH, COLUMNS // 16)
     elif ORDER != NONE:
         # Column k goes to (k & -128) + gpu_unpack.column(k & 127, …), which renumbers the bits q q s s l h p of k.
         v = tl.reshape(v, (COLUMNS // 128, 4, 4, 2, 2, 2))

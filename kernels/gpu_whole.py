@@ -54,6 +54,12 @@ def _low_byte(whole):
     return (whole + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
 
 
+@triton.constexpr_function
+def width(inputs):
+    """Bytes of a row of so many inputs: both parts, then the scales."""
+    return 2 * inputs + inputs // 4
+
+
 @triton.jit
 def store_quantised(out_ptr, v, first, K: tl.constexpr, N: tl.constexpr):
     """Inputs float32 [N * 16] from column `first` on of a row: [K] of each part, then [K / 16] scales."""

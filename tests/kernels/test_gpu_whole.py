@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from muse_fn.kernels import gpu_alone, gpu_experts
-from muse_fn.kernels.gpu_alone import Shape, quantised_rows, width
+from muse_fn.kernels.gpu_alone import Shape, quantised_rows
+from muse_fn.kernels.gpu_whole import width
 from muse_fn.kernels.packed import MXFP4, quantise_mxfp4, quantise_nvfp4
 from tests.kernels.test_gpu_experts import draw, exact, near
 from tests.models import SEEDS
