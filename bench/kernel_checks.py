@@ -27,9 +27,10 @@ from operands import (
 from torch import Tensor
 
 from muse_fn.kernels import gpu_ops, pieces, reference
-from muse_fn.kernels.norms import Gain, Mix, rotary_angles
+from muse_fn.kernels.norms import Gain, Mix, Rotary, rotary_angles
 from muse_fn.kernels.packed import Weight
-from muse_fn.kernels.pieces import Chosen, Joined
+from muse_fn.kernels.pieces import Chosen, Context, Joined, Projected
+from muse_fn.kernels.select import AttendNew
 from muse_fn.sample import Sampling, draws, sample
 
 EXACT, ROUNDED = 1e-5, 2**-6  # bounds, relative to the largest: float32 results, and those rounded to bfloat16
@@ -157,6 +158,41 @@ def attention_checks() -> Iterator[Check]:
                 lambda args=args: [reference.attend_blocks(*args)],
                 EXACT if dtype == torch.float32 else 2**-5,
             )
+            if new == 1:
+                column = (q_pos // BLOCK).clamp_min(0)
+                write = (blocks.gather(1, column) * BLOCK + q_pos % BLOCK).flatten()
+                given = (batch, q.dtype, arenas, Context(write, blocks, q_pos, k_pos, window))
+                yield Check(
+                    f"new tokens, {batch} on {columns} blocks, window {window}, {dtype}",
+                    partial(new_tokens, gpu_ops.attend_new, *given),
+                    partial(new_tokens, one_after_the_other, *given),
+                    10 * EXACT if dtype == torch.float32 else 2**-5,
+                )
+
+
+def new_tokens(form: AttendNew, batch: int, dtype: torch.dtype, arenas: list[Tensor], at: Context) -> list[Tensor]:
+    """Gated heads, and what was written."""
+    draw, copies = torch.Generator(CUDA).manual_seed(batch), [x.clone() for x in arenas]
+    sizes = [n * HEAD_DIM for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    wide = torch.randn(batch, 1, sum(sizes), device=CUDA, generator=draw).to(dtype)
+    rotary = rotary_angles(at.q_pos_BT, HEAD_DIM, 5e5) if at.window else None
+    out = form(Projected(*wide.split(sizes, -1)), rotary, 1.3, EPS, copies[0], copies[1], at, dtype)
+    return [out.float(), *[x.flatten(0, 1)[at.write].float() for x in copies]]
+
+
+def one_after_the_other(
+    rows: Projected,
+    rotary: Rotary | None,
+    qk_scale: float,
+    eps: float,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    at: Context,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What `Ops.attend_new` does, by the plain forms."""
+    q = pieces.place(*rows[:3], rotary, qk_scale, eps, k_arena, v_arena, at.write)
+    return pieces.gated(reference.attend_blocks(q, k_arena, v_arena, *at[1:]), rows.gate_BTF, eps, dtype)
 
 
 def other_checks() -> Iterator[Check]:

@@ -41,6 +41,7 @@ from operands import (
 
 from muse_fn.kernels import gpu_ops, reference
 from muse_fn.kernels.norms import Gain, Mix, rotary_angles
+from muse_fn.kernels.pieces import Context, Projected
 from muse_fn.sample import draws, sample
 
 
@@ -108,6 +109,12 @@ def attention_times() -> Iterator[Time]:
         calls = [partial(gpu_ops.attend_blocks, q, k, v, blocks, *where, window) for k, v in arenas]
         size = batch * context * 2 * KV_HEADS * HEAD_DIM * 2
         yield Time(f"attention, batch {batch}, context {context:,}", microseconds(calls), size)
+        rows = Projected(*randn(batch, 1, 36 * HEAD_DIM, dtype=BF16).split([n * HEAD_DIM for n in (16, 2, 2, 16)], -1))
+        write = blocks[:, -1] * BLOCK + BLOCK - 1
+        given = rows, rotary_angles(where[0], HEAD_DIM, 5e5), 1.0, EPS
+        at = Context(write, blocks, *where, window)
+        calls = [partial(gpu_ops.attend_new, *given, k, v, at, BF16) for k, v in arenas]
+        yield Time(f"the same from rows to gated heads, batch {batch}, context {context:,}", microseconds(calls), size)
     for new, keys, window in ((4096, 4096, 0), (4096, 6272, 2048), (4096, 65_536, 0)):
         arenas = [randn(keys // BLOCK + 1, BLOCK, KV_HEADS, HEAD_DIM, dtype=BF16) for _ in "kv"]
         blocks, k_pos = 1 + torch.arange(keys // BLOCK, device=CUDA)[None], torch.arange(keys, device=CUDA)[None]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, device
 
-from muse_fn.kernels.norms import Rotary, rotary_at, rotary_frequencies
+from muse_fn.kernels.norms import Rotary, plain_norm, rotary_at, rotary_frequencies
 from muse_fn.kernels.select import under_vmap, why_no_triton
 
 
@@ -28,8 +28,27 @@ def embedding(table_VH: Tensor, ids: Tensor, first: int = 0) -> Tensor:
 def rotary_of(pos_BT: Tensor, head_dim: int, theta: float) -> Rotary:
     """The angles of pairs at these positions; on a device their frequencies are kept."""
     form = triton_form(pos_BT.device)
-    known = form.frequencies if form else rotary_frequencies
-    return rotary_at(pos_BT, known(head_dim, theta, pos_BT.device))
+    if form and pos_BT.dtype == torch.int64:
+        return form.rotary(pos_BT, head_dim, theta)
+    return rotary_at(pos_BT, rotary_frequencies(head_dim, theta, pos_BT.device))
+
+
+def stream_norm(x: Tensor, eps: float) -> Tensor:
+    """`plain_norm` of embedded rows: [..., H] -> float32 [..., H]."""
+    if triton_form(x.device):
+        pieces = import_module("muse_fn.kernels.gpu_pieces")
+        if not pieces.why_not(x):
+            return pieces.normed(x, None, eps, torch.float32)
+    return plain_norm(x, eps)
+
+
+def advanced(past_B: Tensor, count_B: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
+    """After a step of one token for each row, int64 [B] each: the positions that rows then have, and which go on, bool
+    [B]: those that had a token to read, which is not -1."""
+    form = triton_form(past_B.device)
+    if form and {past_B.dtype, count_B.dtype, tokens_B.dtype} == {torch.int64}:
+        return form.advanced(past_B, count_B, tokens_B)
+    return past_B + count_B, (count_B > 0) & (tokens_B >= 0)
 
 
 def capped(z: Tensor, multiplier: float, cap: float) -> Tensor:

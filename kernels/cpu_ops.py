@@ -373,3 +373,4 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch
 
 
 silu = reference.silu
+attend_new = None  # one after the other

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+WARPS = 4  # of a program, unless said otherwise
 OLDEST = (8, 0)  # compute capability from which bfloat16 products exist
 
 
@@ -63,6 +64,12 @@ def inputs_ready(PDL: tl.constexpr):
 def overlaps(device: torch.device) -> bool:
     """Whether kernels on this device can be launched before the one before is done."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def options(device: torch.device, **constants: Any) -> dict[str, Any]:
+    """With which keywords a kernel is launched on a device: these constants and how it is compiled."""
+    pdl = overlaps(device)
+    return {"num_warps": WARPS, **constants, "PDL": pdl, "launch_pdl": pdl}
 
 
 @lru_cache

@@ -15,18 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels import gpu
-from muse_fn.kernels.gpu import bound, dot, inputs_ready, overlaps, processors
+from muse_fn.kernels.gpu import WARPS, bound, dot, inputs_ready, options, processors
+from muse_fn.kernels.gpu_merge import merge
 from muse_fn.kernels.streamed import WORKSPACE
 
 MOST_ROWS, MOST_EXACT_ROWS = 64, 16  # heads of a group times new tokens: rows of a tile; of float32, in registers
 TILE_BYTES = 16 << 10  # of K, and as many of V
 STAGES, STAGES_OF_MANY = 7, 5  # half of positions and tables, then of K and V: two programs fit on a processor
-WARPS = 4
 PROGRAMS = 2  # per processor
 SMALL_PROGRAMS = 5  # the same if none has more than one tile: nothing is then gained by having more than one on its way
 FEWEST_KEYS = 64  # of a program; a short context waits for one tile and not for two
+HALVES = 2  # into how many a tile is cut again, for as many times the warps, where processors suffice twice for it
 SCANNED = 4096  # positions that a program looks at together
-MERGED = 128  # parts that are read together
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_FLOAT8 = (8, 9)  # compute capability from which float8 is converted
 NOWHERE = tl.constexpr(2**31 - 1)
@@ -72,7 +72,7 @@ def absorb(raw, v, acc, top, total, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _seen_tiles(k_pos, tile, step, tiles, S, oldest, newest, TILE: tl.constexpr, SCAN: tl.constexpr):
+def seen_tiles(k_pos, tile, step, tiles, S, oldest, newest, TILE: tl.constexpr, SCAN: tl.constexpr):
     """First and last of the tiles `tile`, `tile + step` … in which a key has a position from oldest to newest."""
     first, last = tiles, -1
     for start in range(0, bound(tl.cdiv(tiles - tile, step)), SCAN):
@@ -108,19 +108,16 @@ def _split_kernel(
     oldest = tl.maximum(tl.min(tl.where(real, i, NOWHERE)) - WINDOW + 1, 0) if WINDOW else 0
     k_pos += b.to(tl.int64) * S
     table += b.to(tl.int64) * (S // BLOCK)
-    first, last = _seen_tiles(k_pos, split, splits, tl.cdiv(S, TILE), S, oldest, tl.max(i), TILE, SCAN)
+    first, last = seen_tiles(k_pos, split, splits, tl.cdiv(S, TILE), S, oldest, tl.max(i), TILE, SCAN)
     inputs_ready(PDL)
     q_RC = tl.load(q + place, mask=mine, other=0.0)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     for step in tl.range(bound(first), bound(last + 1), num_stages=STAGES):
         tile = split + step * splits
-        s = tile * TILE + tl.arange(0, TILE)
-        j = tl.load(k_pos + s, mask=s < S, other=-1).to(tl.int32)
-        at = _rows(table, tile, s, S, BLOCK, TILE)[:, None] * (HEADS * D) + head * D + c[None, :]
-        there = (j >= 0)[:, None] if WIDTH == TOGETHER * D else (j >= 0)[:, None] & (c < TOGETHER * D)[None, :]
-        k_SC = tl.load(k + at, mask=there, other=0.0).to(q_RC.dtype)
-        v_SC = tl.load(v + at, mask=there, other=0.0).to(q_RC.dtype)
+        j, k_SC, v_SC = read_tile(
+            k, v, table, k_pos, tile, S, 0, NOWHERE, head, q_RC.dtype, HEADS, D, BLOCK, TOGETHER, WIDTH, TILE
+        )
         seen = (j >= 0)[None, :] & (j[None, :] <= i[:, None])
         if WINDOW:
             seen = seen & (j[None, :] > i[:, None] - WINDOW)
@@ -128,6 +125,22 @@ def _split_kernel(
         acc, top, total = absorb(tl.where(seen, raw, float("-inf")), v_SC, acc, top, total, SCALE)
     row = (b * T + t).to(tl.int64) * (HEADS * GROUP) + n
     leave(out, sums, row, split, splits, real, mine, c % D, acc, top, total, D, PARTS)
+
+
+@triton.jit
+def read_tile(
+    k, v, table, k_pos, tile, S, oldest, newest, head, dtype: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Positions int32 [TILE] of a tile's keys, -1 where there is none, and keys and values [TILE, WIDTH] of TOGETHER
+    heads, zeros for positions that are not from oldest to newest, neither below 0."""
+    s, c = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
+    j = tl.load(k_pos + s, mask=s < S, other=-1).to(tl.int32)
+    at = _rows(table, tile, s, S, BLOCK, TILE)[:, None] * (HEADS * D) + head * D + c[None, :]
+    there = ((j >= oldest) & (j <= newest))[:, None]
+    there = there if WIDTH == TOGETHER * D else there & (c < TOGETHER * D)[None, :]
+    k_SC, v_SC = tl.load(k + at, mask=there, other=0.0), tl.load(v + at, mask=there, other=0.0)
+    return j, k_SC.to(dtype), v_SC.to(dtype)
 
 
 @triton.jit
@@ -152,46 +165,6 @@ def leave(out, sums, row, split, splits, real, mine, d, acc, top, total, D: tl.c
     else:
         o = acc / tl.where(total == 0, 1.0, total)[:, None]  # a query that sees nothing gets zeros
         tl.store(out + row[:, None] * D + d[None, :], o.to(out.dtype.element_ty), mask=mine)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge_kernel(
-    parts, sums, out, splits,
-    D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The parts of one row, in the order of the splits."""
-    inputs_ready(PDL)
-    row = tl.program_id(0).to(tl.int64) * splits
-    d, every = tl.arange(0, WIDTH), tl.arange(0, SPLITS)
-    top = tl.load(sums + 2 * (row + every), mask=every < splits, other=float("-inf"))
-    highest = tl.max(top)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    acc, total = tl.zeros([WIDTH], tl.float32), 0.0
-    for start in range(0, bound(splits), STEP):
-        i = start + tl.arange(0, STEP)
-        share = tl.exp2(tl.load(sums + 2 * (row + i), mask=i < splits, other=float("-inf")) - highest)
-        total += tl.sum(share * tl.load(sums + 2 * (row + i) + 1, mask=i < splits, other=0.0))
-        there = (share > 0)[:, None] & (d < D)[None, :]  # nothing was stored where nothing was seen
-        acc += tl.sum(share[:, None] * tl.load(parts + (row + i)[:, None] * D + d[None, :], mask=there, other=0.0), 0)
-    o = acc / tl.where(total == 0, 1.0, total)
-    tl.store(out + tl.program_id(0).to(tl.int64) * D + d, o.to(out.dtype.element_ty), mask=d < D)
-
-
-def merge(parts: Tensor, sums: Tensor, out_BTND: Tensor) -> None:
-    """Parts float32 [B * T * N, splits, D] with their maxima and sums [B * T * N, splits, 2] into out, in place.
-
-    Each part is weighted by its share of the whole sum, in float32 and always in the same order.
-    """
-    rows, splits, width = parts.shape
-    every = triton.next_power_of_2(splits)
-    sizes = {"D": width, "WIDTH": triton.next_power_of_2(width), "SPLITS": every, "STEP": min(every, MERGED)}
-    _merge_kernel[(rows,)](parts, sums, out_BTND, splits, **options(out_BTND.device, **sizes))
-
-
-def options(device: torch.device, **constants: Any) -> dict[str, Any]:
-    """With which keywords a kernel is launched on a device: these constants and how it is compiled."""
-    pdl = overlaps(device)
-    return {"num_warps": WARPS, **constants, "PDL": pdl, "launch_pdl": pdl}
 
 
 def split_count(programs: int, rows: int, width: int, most: int, device: torch.device, each: int = PROGRAMS) -> int:
@@ -236,35 +209,43 @@ def attend_blocks(
     Positions below 2**31. With several KV heads to a program, a visible key of one that is not finite spoils them all.
     """
     del is_start
-    batch, length, count, width = q_BTND.shape
-    block, heads = k_arena.shape[1:3]
     if not q_BTND.numel() or not k_pos_BS.shape[1]:
         return torch.zeros(q_BTND.shape, dtype=q_BTND.dtype, device=q_BTND.device)
-    # Products of float32 take registers, not tensor cores: tiles half as long.
-    itemsize = 2 * q_BTND.itemsize if q_BTND.dtype == torch.float32 else k_arena.itemsize
-    shape = _shape(length, count // heads, heads, width, itemsize)
-    tile, grid = shape["TILE"], (heads // shape["TOGETHER"], batch)
-    tiles = -(-k_pos_BS.shape[1] // tile)
-    most = -(-k_pos_BS.shape[1] // max(FEWEST_KEYS, tile))
-    device, programs = q_BTND.device, math.prod(grid)
-    each = SMALL_PROGRAMS if most == tiles and programs * most <= SMALL_PROGRAMS * processors(device) else PROGRAMS
-    splits = split_count(programs, batch * length * count, width, most, device, each)
+    splits, grid, shape = cut(q_BTND, k_arena, k_pos_BS.shape[1])
     out, parts, sums = workspace(q_BTND, splits)
-    shape |= {"BLOCK": block, "WINDOW": window, "PARTS": splits > 1}
-    shape["SCAN"] = min(triton.next_power_of_2(-(-tiles // splits)), SCANNED // tile)
-    if tiles <= splits and shape["ROWS"] == 16:
+    if shape.pop("ONE") and shape["ROWS"] == 16:
         shape["STAGES"] = 1
     strides: tuple[Any, ...] = q_BTND.stride()[:3]
     _split_kernel[(splits, *grid)](
         q_BTND, k_arena, v_arena, blocks_BC.contiguous(), q_pos_BT.contiguous(), k_pos_BS.contiguous(), parts, sums,
-        length, k_pos_BS.shape[1], splits, *strides, **options(out.device, **shape),
+        q_BTND.shape[1], k_pos_BS.shape[1], splits, *strides, **options(out.device, **shape, WINDOW=window),
     )  # fmt: skip
     if splits > 1:
         merge(parts, sums, out)
     return out
 
 
-def _shape(length: int, group: int, heads: int, width: int, itemsize: int) -> dict[str, Any]:
+def cut(q_BTND: Tensor, k_arena: Tensor, keys: int) -> tuple[int, tuple[int, int], dict[str, Any]]:
+    """How a launch for so many keys is divided: splits of the keys, the rest of the grid, and constants of the kernel;
+    ONE says that no program has more than a tile."""
+    (batch, length, count, width), (block, heads), device = q_BTND.shape, k_arena.shape[1:3], q_BTND.device
+    # Products of float32 take registers, not tensor cores: tiles half as long.
+    itemsize = 2 * q_BTND.itemsize if q_BTND.dtype == torch.float32 else k_arena.itemsize
+    shape = shape_of(length, count // heads, heads, width, itemsize)
+    grid, fewest = (heads // shape["TOGETHER"], batch), FEWEST_KEYS
+    programs, smaller = math.prod(grid), shape["TILE"] // HALVES
+    if smaller >= 16 and programs * -(-keys // smaller) * HALVES <= processors(device):
+        shape |= {"TILE": smaller, "num_warps": HALVES * WARPS}
+        fewest //= HALVES
+    tile = shape["TILE"]
+    tiles, most = -(-keys // tile), -(-keys // max(fewest, tile))
+    each = SMALL_PROGRAMS if most == tiles and programs * most <= SMALL_PROGRAMS * processors(device) else PROGRAMS
+    splits = split_count(programs, batch * length * count, width, most, device, each)
+    scan = min(triton.next_power_of_2(-(-tiles // splits)), SCANNED // tile)
+    return splits, grid, {**shape, "BLOCK": block, "PARTS": splits > 1, "SCAN": scan, "ONE": tiles <= splits}
+
+
+def shape_of(length: int, group: int, heads: int, width: int, itemsize: int) -> dict[str, Any]:
     """How a program's tile looks: sizes that the kernel is compiled for."""
     # Several KV heads while their queries fill no more than the 16 rows that a product has at least.
     together = next(n for n in range(heads, 0, -1) if heads % n == 0 and (n == 1 or _fills(n, length * group, width)))
@@ -282,7 +263,7 @@ def _fills(together: int, rows: int, width: int) -> bool:
 
 _INDEX, _OPTIONS = dict.fromkeys(("table", "q_pos", "k_pos"), "*i64"), {"num_warps": WARPS, "launch_pdl": True}
 _SPLIT = {
-    **_shape(1, 8, 2, 64, 2), "BLOCK": 128, "WINDOW": 0, "SCAN": 64, "PARTS": True, "PDL": True,
+    **shape_of(1, 8, 2, 64, 2), "BLOCK": 128, "WINDOW": 0, "SCAN": 64, "PARTS": True, "PDL": True,
     "q_b": 1024, "q_t": 1024, "q_n": 64,
 }  # fmt: skip
 _SIZES = dict.fromkeys(("T", "S", "splits"), "i32")
@@ -296,14 +277,7 @@ COMPILED = [
     for cache, constexprs in (
         ("*bf16", _SPLIT),
         ("*bf16", {**_SPLIT, "BLOCK": 16, "WINDOW": 2048, "SCAN": 1, "STAGES": 1}),
-        ("*bf16", {**_SPLIT, **_shape(8, 8, 2, 64, 2), "q_b": 8192}),
-        ("*fp8e4nv", {**_SPLIT, **_shape(1, 8, 2, 64, 1), "SCAN": 32}),
-    )
-] + [
-    (
-        _merge_kernel,
-        {"parts": "*fp32", "sums": "*fp32", "out": "*bf16", "splits": "i32"},
-        {"D": 64, "WIDTH": 64, "SPLITS": 512, "STEP": MERGED, "PDL": True},
-        _OPTIONS,
+        ("*bf16", {**_SPLIT, **shape_of(8, 8, 2, 64, 2), "q_b": 8192}),
+        ("*fp8e4nv", {**_SPLIT, **shape_of(1, 8, 2, 64, 1), "SCAN": 32}),
     )
 ]

@@ -1,4 +1,4 @@
-"""Triton forms of what stands around attention: heads normed, rotated and written into the cache; outputs gated.
+"""Triton forms of what stands before attention: heads normed, rotated and written into the cache.
 
 The contracts are those of the same names in kernels/pieces.py; arithmetic is float32, and each output is rounded once
 (what goes into a float8 arena twice, as there). Float32 within 1e-5 of them, relative to the largest; bfloat16 within
@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels import gpu
-from muse_fn.kernels.gpu import INTERPRETED, inputs_ready
-from muse_fn.kernels.gpu_attention import FLOATS, WARPS, options, why_no_float8
+from muse_fn.kernels.gpu import INTERPRETED, WARPS, inputs_ready, options
+from muse_fn.kernels.gpu_attention import FLOATS, why_no_float8
 from muse_fn.kernels.norms import Rotary
 from muse_fn.kernels.reference import FP8_MAX
 
@@ -25,7 +25,7 @@ LARGEST = tl.constexpr(FP8_MAX)
 
 
 def why_not(head_dim: int, *tensors: Tensor) -> str:
-    """Why `heads`, `place` and `gated` cannot take these tensors, arenas among them; "" if they can."""
+    """Why `heads`, `place` and gpu_merge's `gated` cannot take these tensors, arenas among them; "" if they can."""
     if head_dim % 2 or not 0 < head_dim <= WIDEST:
         return f"heads of width {head_dim}: even, and at most {WIDEST}"
     for x in tensors:
@@ -80,17 +80,22 @@ def _float8(x):
 
 
 @triton.jit
+def in_arena(x, dtype: tl.constexpr):
+    """float32 as an arena of this dtype holds it: float8 within ±448."""
+    if dtype == tl.float8e4nv:
+        x = tl.clamp(x, -LARGEST, LARGEST, tl.PropagateNan.ALL)
+    return _rounded(x, dtype)
+
+
+@triton.jit
 def _store(out, row, head, there, low, high, dtype: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr):
     """Two halves into heads of rows [COUNT, D], rounded to `dtype`, then to what `out` has."""
     j = tl.arange(0, low.shape[1])[None, :]
     at = out + (row[:, None] * COUNT + head[:, None]) * D + j
-    low, high = _rounded(low, dtype), _rounded(high, dtype)
-    if out.dtype.element_ty == tl.float8e4nv:
-        low = tl.clamp(low.to(tl.float32), -LARGEST, LARGEST, tl.PropagateNan.ALL)
-        high = tl.clamp(high.to(tl.float32), -LARGEST, LARGEST, tl.PropagateNan.ALL)
+    low, high = _rounded(low, dtype).to(tl.float32), _rounded(high, dtype).to(tl.float32)
     mask = there[:, None] & (j < D // 2)
-    tl.store(at, _rounded(low.to(tl.float32), out.dtype.element_ty), mask=mask)
-    tl.store(at + D // 2, _rounded(high.to(tl.float32), out.dtype.element_ty), mask=mask)
+    tl.store(at, in_arena(low, out.dtype.element_ty), mask=mask)
+    tl.store(at + D // 2, in_arena(high, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -137,24 +142,6 @@ def _heads_kernel(
         item = (pid - of_q - of_k) * EACH + tl.arange(0, EACH)
         _placed(v, v_out, cos, sin, rows, item, R, v_row, 1.0, eps, v.dtype.element_ty, KEYS,
                 D, HALF, False, False, True)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["R", "T"])
-def _gated_kernel(
-    o, gate, out, R, o_b, o_t, o_n, T, gate_row, eps,
-    COUNT: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """EACH heads."""
-    inputs_ready(PDL)
-    item, d = tl.program_id(0) * EACH + tl.arange(0, EACH), tl.arange(0, WIDTH)[None, :]
-    row, head = (item // COUNT).to(tl.int64), item % COUNT
-    mask = (item < R * COUNT)[:, None] & (d < D)
-    x = tl.load(o + (row // T * o_b + row % T * o_t + head * o_n)[:, None] + d, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(gate + (row * gate_row + head * D)[:, None] + d, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
-    e = tl.exp(-tl.abs(g))  # at most 1, so that nothing overflows
-    y = x * factor[:, None] * (tl.where(g >= 0, 1.0, e) / (1.0 + e))
-    tl.store(out + (row * COUNT + head)[:, None] * D + d, _rounded(y, out.dtype.element_ty), mask=mask)
 
 
 def heads(
@@ -216,20 +203,6 @@ def _shape(queries: int, keys: int, head_dim: int, rotary: bool, place: bool) ->
     return {"QUERIES": queries, "KEYS": keys, **sizes, "ROTARY": rotary, "PLACE": place}
 
 
-def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """pieces.gated in one launch."""
-    batch, length, count, head_dim = o_BTND.shape
-    out = torch.empty(batch, length, count * head_dim, dtype=dtype, device=o_BTND.device)
-    if not out.numel():
-        return out
-    gate, width = gate_BTF.reshape(batch * length, -1), triton.next_power_of_2(head_dim)
-    each = max(1, TILE // (2 * width))
-    scalars: tuple[Any, ...] = (batch * length, *o_BTND.stride()[:3], length, gate.stride(0), eps)
-    shape = options(out.device, COUNT=count, D=head_dim, WIDTH=width, EACH=each)
-    _gated_kernel[(-(-batch * length * count // each),)](o_BTND, gate, out, *scalars, **shape)
-    return out
-
-
 _OPTIONS = {"num_warps": WARPS, "launch_pdl": True}
 _POINTERS = {**dict.fromkeys(("q", "k", "v", "q_out"), "*bf16"), "cos": "*fp32", "sin": "*fp32", "rows": "*i64"}
 _SCALARS = {"R": "i32", "qk_scale": "fp32", "eps": "fp32"}
@@ -246,22 +219,5 @@ COMPILED = [
         ("*bf16", False, True),
         ("*fp8e4nv", True, True),
         ("*bf16", True, False),
-    )
-] + [
-    (
-        _gated_kernel,
-        {"o": "*bf16", "gate": "*bf16", "out": "*bf16", "R": "i32", "T": "i32", "eps": "fp32"},
-        {
-            "COUNT": 16,
-            "D": 64,
-            "WIDTH": 64,
-            "EACH": 16,
-            "o_b": 1024,
-            "o_t": 1024,
-            "o_n": 64,
-            "gate_row": 2304,
-            "PDL": True,
-        },
-        _OPTIONS,
     )
 ]

@@ -30,6 +30,9 @@ LIBRARY_OUTPUTS = 1 << 16  # of a bfloat16 matrix and more than one row from whi
 FEW = 4
 OUT, STEP = 2, 2048  # rows of a matrix for each program, and inputs of each at once; more rows if there are fewer
 WARPS = 4
+# One row: up to so many times the inputs at once, so that all weights of a program are on their way before the inputs
+# are there, and warps of wider programs.
+TIMES, MORE_WARPS = 4, 8
 
 # More of them.
 FLOAT_OUTS, FLOAT_STEP = (4, 8), 1024  # the same for a float32 matrix: the second where two programs share its rows
@@ -225,6 +228,10 @@ class Form(NamedTuple):
 
 def few_rows(width: int, count: int) -> Form:
     """Of up to FEW rows of inputs: as many weights in each program whatever the width."""
+    if count == 1:
+        step = min(max(8, triton.next_power_of_2(width)), TIMES * STEP)
+        warps = MORE_WARPS if step > STEP else WARPS
+        return Form(1, OUT * STEP * warps // (WARPS * step), 1, step, WARPS=warps)
     step = min(max(8, triton.next_power_of_2(width)), STEP)
     return Form(1, OUT * STEP // step, 1 if count == 1 else FEW, step)
 

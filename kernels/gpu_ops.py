@@ -13,9 +13,11 @@ from torch import Tensor
 
 from muse_fn.kernels import (
     gpu_attention,
+    gpu_decode,
     gpu_experts,
     gpu_heads,
     gpu_linear,
+    gpu_merge,
     gpu_pieces,
     gpu_prefill,
     gpu_route,
@@ -25,7 +27,7 @@ from muse_fn.kernels import (
 )
 from muse_fn.kernels.norms import Gain, Mix, Rotary
 from muse_fn.kernels.packed import Weight
-from muse_fn.kernels.pieces import Chosen, Joined
+from muse_fn.kernels.pieces import Chosen, Context, Joined, Projected
 
 Result = TypeVar("Result")
 logger = logging.getLogger("muse_fn.kernels")
@@ -141,10 +143,28 @@ def place(
     return form(q_BTF, k_BTF, v_BTF, rotary, qk_scale, eps, k_arena, v_arena, rows)
 
 
+def attend_new(
+    rows: Projected,
+    rotary: Rotary | None,
+    qk_scale: float,
+    eps: float,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    at: Context,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`place`, `attend_blocks` and `gated`: for one new token of each sequence in one. Else nothing is said of it:
+    these say it for themselves."""
+    if not gpu_decode.why_not(rows, k_arena, v_arena, at, dtype):
+        return gpu_decode.attend_new(rows, rotary, qk_scale, eps, k_arena, v_arena, at, dtype)
+    q_BTND = place(*rows[:3], rotary, qk_scale, eps, k_arena, v_arena, at.write)
+    return gated(attend_blocks(q_BTND, k_arena, v_arena, *at[1:]), rows.gate_BTF, eps, dtype)
+
+
 def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """pieces.gated."""
     why = gpu_heads.why_not(o_BTND.shape[-1], o_BTND, gate_BTF)
-    return _either("gated", why, gpu_heads.gated, pieces.gated)(o_BTND, gate_BTF, eps, dtype)
+    return _either("gated", why, gpu_merge.gated, pieces.gated)(o_BTND, gate_BTF, eps, dtype)
 
 
 def choose(

@@ -19,6 +19,7 @@ from muse_fn.kernels.norms import Gain, Mix
 from muse_fn.kernels.pieces import Joined
 
 WIDEST = 8192  # columns of a row that the registers of one program hold together with its vectors
+FEW = 4  # rows up to which the kernel behind does best if a blend leaves it room, and a join is done soonest
 MANY = 1024  # rows from which on it matters how many are under way on a multiprocessor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,13 +40,18 @@ def in_parts(cols, stride, WIDTH: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def _normed_kernel(x, norm, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _normed_kernel(
+    x, norm, out, x_stride, eps, HAS_NORM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = cols < WIDTH
     inputs_ready(PDL)  # a caller may have worked out the norm just before
-    factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
     v = tl.load(x + row * x_stride + cols, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-    v = v * inverse_rms(v, eps, WIDTH) * factor
+    if HAS_NORM:
+        factor = tl.load(norm + cols, inside, 0.0, eviction_policy="evict_last")
+        v = v * inverse_rms(v, eps, WIDTH) * factor
+    else:
+        v = v * inverse_rms(v, eps, WIDTH)
     tl.store(out + row * WIDTH + cols, rounded(v, out.dtype.element_ty), inside)
 
 
@@ -132,12 +138,13 @@ def _blend_kernel(
     tl.store(out + token * WIDTH + cols, rounded(total, out.dtype.element_ty), inside)
 
 
-def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
-    """`pieces.normed` in one launch: [..., W] of any float dtype -> [..., W] in `dtype`."""
-    rows = _rows(x)
+def normed(x: Tensor, norm: Gain | None, eps: float, dtype: torch.dtype) -> Tensor:
+    """`pieces.normed` in one launch: [..., W] of any float dtype -> [..., W] in `dtype`; None: `norms.plain_norm`."""
+    rows, factor = _rows(x), None if norm is None else norm.factor
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
-        _normed_kernel[(len(rows),)](rows, norm.factor, out, rows.stride(0), eps, **_whole(x.device, x.shape[-1]))
+        sizes = {"HAS_NORM": norm is not None, **_whole(x.device, x.shape[-1])}
+        _normed_kernel[(len(rows),)](rows, factor, out, rows.stride(0), eps, **sizes)
     return out
 
 
@@ -176,7 +183,7 @@ def join(
             post_eps,
             eps,
             **{"HAS_SCALE": scale is not None, "HAS_NORM": norm is not None, "PART": parts.shape[-1]},
-            **_whole(h.device, h.shape[-1], len(h_rows)),
+            **_whole(h.device, h.shape[-1], len(h_rows), least=256),
         )
     return Joined(h_out, a_out, () if as_it_is else also)
 
@@ -197,7 +204,7 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch
             norm.factor,
             out,
             eps,
-            **{"COUNT": count, "ROWS": rows, **_whole(y_TRM.device, width)},
+            **{"COUNT": count, "ROWS": rows, **_whole(y_TRM.device, width, tokens, least=512)},
         )
     return out
 
@@ -241,11 +248,11 @@ def rows_in_parts(parts: Tensor) -> Tensor:
     return rows if rows.stride(2) == 1 else rows.contiguous()
 
 
-def _whole(device: torch.device, width: int, rows: int = 1) -> dict[str, Any]:
+def _whole(device: torch.device, width: int, rows: int = MANY - 1, least: int = 256) -> dict[str, Any]:
     """Settings of a program that holds a row: threads for 16 bytes of bfloat16 each, or twice that; of many `rows`
-    more, so that several programs fit on a multiprocessor."""
+    more, so that several programs fit on a multiprocessor; of few a warp for `least` columns."""
     block, early = triton.next_power_of_2(width), overlaps(device)
-    warps = min(max(block // 256, 1), 16 if rows < MANY else 8)
+    warps = max(block // least, 1) if rows <= FEW else min(max(block // 256, 1), 16 if rows < MANY else 8)
     return {"WIDTH": width, "BLOCK": block, "num_warps": warps, "PDL": early, "launch_pdl": early}
 
 
@@ -259,7 +266,16 @@ _OF_NORMED = {"x": "*fp32", "norm": "*fp32", "out": "*bf16", "eps": "fp32"}
 _OF_BLEND = {"y": "*bf16", "weight": "*fp32", "norm": "*fp32", "out": "*fp32", "eps": "fp32"}
 _OPTIONS = {"num_warps": 16, "launch_pdl": True}
 COMPILED = [  # kernel, types of its arguments, constants, options: as for the released model
-    (_normed_kernel, _OF_NORMED, {"WIDTH": 8192, "BLOCK": 8192, "PDL": True, "x_stride": 8192}, _OPTIONS),
+    *(
+        (
+            _normed_kernel,
+            _OF_NORMED,
+            {"HAS_NORM": has_norm, "WIDTH": 8192, "BLOCK": 8192, "PDL": True, "x_stride": 8192},
+            _OPTIONS,
+        )
+        for has_norm in (True, False)
+    ),
+    (_join_kernel, _OF_JOIN, {**_JOINED, **_WHOLE}, {**_OPTIONS, "num_warps": 32}),
     (_join_kernel, _OF_JOIN, {**_JOINED, **_WHOLE}, _OPTIONS),
     (_join_kernel, {**_OF_JOIN, "branch": "*bf16", "a_out": "*fp32"}, {**_JOINED, **_EIGHTHS}, _OPTIONS),
     *(
@@ -267,8 +283,8 @@ COMPILED = [  # kernel, types of its arguments, constants, options: as for the r
             _blend_kernel,
             {**_OF_BLEND, "y": y},
             {"COUNT": 8, "ROWS": 8, "WIDTH": 4096, "BLOCK": 4096, "PDL": True},
-            _OPTIONS,
+            {**_OPTIONS, "num_warps": warps},
         )
-        for y in ("*bf16", "*fp32")
+        for y, warps in (("*bf16", 8), ("*bf16", 16), ("*fp32", 16))
     ),
 ]

@@ -14,19 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import bound, dot, inputs_ready
+from muse_fn.kernels.gpu import WARPS, bound, dot, inputs_ready, options
 from muse_fn.kernels.gpu_attention import (
     NOWHERE,
-    WARPS,
     absorb,
     leave,
-    merge,
-    options,
     scale_of,
     split_count,
     why_no_tiles,
     workspace,
 )
+from muse_fn.kernels.gpu_merge import merge
 
 ROWS, EXACT_ROWS = 128, 32  # of a tile of queries; products of float32 do not run on tensor cores and take registers
 KEYS, EXACT_KEYS = 64, 32  # of a tile of keys

@@ -1,6 +1,7 @@
 """Triton forms of what a decode step does before its layers and after its head: one launch for each of its pieces.
 
-Their meaning: `locate_next` of kvcache/cache.py, `embedding` and `capped` of kernels/around.py.
+Their meaning: `locate_next` of kvcache/cache.py, and `embedding`, `rotary_of`, `capped` and `advanced` of
+kernels/around.py.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muse_fn.kernels.gpu import inputs_ready, overlaps
-from muse_fn.kernels.norms import rotary_frequencies
+from muse_fn.kernels.norms import Rotary, rotary_frequencies
 
 PLACES = 2048  # positions of the context that a program of `locate_next` writes
 BLOCK = 1024  # elements of a program of `embedding` and `capped`: 8 a thread
@@ -85,6 +86,29 @@ def _embedding_kernel(table, ids, out, first, count, WIDTH: tl.constexpr, BLOCK:
     here = (at >= 0) & (at < count)
     x = tl.load(table + tl.where(here, at, 0) * WIDTH + cols, inside & here, 0.0)
     tl.store(out + row * WIDTH + cols, x, inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rotary_kernel(
+    pos, frequencies, cos, sin, count, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inputs_ready(PDL)  # the first time frequencies are worked out just before
+    by = tl.load(frequencies + d, d < D, 0.0)
+    angle = tl.load(pos + row, row < count, 0).to(tl.float32)[:, None] * by[None, :]
+    at, here = row[:, None] * D + d[None, :], (row < count)[:, None] & (d < D)[None, :]
+    tl.store(cos + at, tl.cos(angle), here)
+    tl.store(sin + at, tl.sin(angle), here)
+
+
+@triton.jit(do_not_specialize=["rows", "stride"])
+def _advance_kernel(past, count, tokens, past_out, going, rows, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inputs_ready(PDL)
+    new = tl.load(count + row, row < rows, 0)
+    tl.store(past_out + row, tl.load(past + row, row < rows, 0) + new, row < rows)
+    token = tl.load(tokens + row.to(tl.int64) * stride, row < rows, -1)
+    tl.store(going + row, (new > 0) & (token >= 0), row < rows)
 
 
 @triton.jit
@@ -166,6 +190,29 @@ def capped(z: Tensor, multiplier: float, cap: float) -> Tensor:
     return out
 
 
+def rotary(pos_BT: Tensor, head_dim: int, theta: float) -> Rotary:
+    """`around.rotary_of`: int64 [B, T]; the frequencies are kept."""
+    by, pos = frequencies(head_dim, theta, pos_BT.device), pos_BT.contiguous()
+    cos, sin = (torch.empty(*pos.shape, 1, head_dim, dtype=torch.float32, device=pos.device) for _ in "cs")
+    if cos.numel():
+        width = triton.next_power_of_2(head_dim)
+        rows = max(1, BLOCK // width)
+        constants = {"D": head_dim, "WIDTH": width, "ROWS": rows, **_launch(pos.device)}
+        _rotary_kernel[(triton.cdiv(pos.numel(), rows),)](pos, by, cos, sin, pos.numel(), **constants)
+    return Rotary(cos, sin)
+
+
+def advanced(past_B: Tensor, count_B: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
+    """`around.advanced`: int64 [B] each."""
+    past, going = torch.empty_like(past_B), torch.empty(past_B.shape, dtype=torch.bool, device=past_B.device)
+    if rows := past_B.numel():
+        _advance_kernel[(triton.cdiv(rows, BLOCK),)](
+            *(past_B.contiguous(), count_B.contiguous(), tokens_B, past, going, rows, tokens_B.stride(0)),
+            **{"BLOCK": BLOCK, **_launch(past_B.device)},
+        )
+    return past, going
+
+
 @lru_cache
 def frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
     """`norms.rotary_frequencies`, worked out once: a captured step was run before its capture."""
@@ -187,6 +234,11 @@ _OF_LOCATE = {
 }
 _GROUPS = {"GROUPS": 4, "EVERY": 4, "WHOLE": 1, "WINDOW": 2048, "PDL": True}
 _OF_EMBEDDING = {"table": "*bf16", "ids": "*i64", "out": "*bf16", "first": "i32", "count": "i32"}
+_OF_ROTARY = {"pos": "*i64", **dict.fromkeys(("frequencies", "cos", "sin"), "*fp32"), "count": "i32"}
+_OF_ADVANCE = {
+    **dict.fromkeys(("past", "count", "tokens", "past_out"), "*i64"),
+    **{"going": "*i1", "rows": "i32", "stride": "i32"},
+}
 _OF_CAPPED = {"z": "*bf16", "out": "*fp32", "count": "i32", "multiplier": "fp32", "cap": "fp32"}
 COMPILED = [  # kernel, types of its arguments, constants, options: as for a card's share of the released model
     *(
@@ -194,6 +246,8 @@ COMPILED = [  # kernel, types of its arguments, constants, options: as for a car
         for size in (16, 128)
     ),
     (_embedding_kernel, _OF_EMBEDDING, {"WIDTH": 8192, "BLOCK": BLOCK, "PDL": True}, _OPTIONS),
+    (_rotary_kernel, _OF_ROTARY, {"D": 64, "WIDTH": 64, "ROWS": BLOCK // 64, "PDL": True}, _OPTIONS),
+    (_advance_kernel, _OF_ADVANCE, {"BLOCK": BLOCK, "PDL": True}, _OPTIONS),
     *(
         (_capped_kernel, {**_OF_CAPPED, "z": z}, {"CAPPED": True, "BLOCK": BLOCK, "PDL": True}, _OPTIONS)
         for z in ("*bf16", "*fp32")

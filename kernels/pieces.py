@@ -107,6 +107,26 @@ def place(
     return q
 
 
+class Projected(NamedTuple):
+    """A layer's products of the normed stream, any float dtype; features of heads one after the other."""
+
+    q_BTF: Tensor
+    k_BTF: Tensor
+    v_BTF: Tensor
+    gate_BTF: Tensor  # before the sigmoid
+
+
+class Context(NamedTuple):
+    """What a step's tokens see and where they go, for the layers of one window group."""
+
+    write: Tensor  # int64 [B*T], as `place` takes it
+    blocks_BC: Tensor  # int64, and the rest as reference.attend_blocks takes it
+    q_pos_BT: Tensor
+    k_pos_BS: Tensor
+    window: int
+    is_start: bool = False
+
+
 def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float, dtype: torch.dtype, sigmoid: Elementwise = sigmoid) -> Tensor:
     """Each head's output normed, times the sigmoid of its gate -> [B, T, N * D] in `dtype`."""
     return (plain_norm(o_BTND, eps).flatten(2) * sigmoid(gate_BTF.float())).to(dtype)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from muse_fn.kernels import cpu, invariant, pieces, reference, static
 from muse_fn.kernels.norms import Gain, Mix, Rotary
 from muse_fn.kernels.packed import Weight
-from muse_fn.kernels.pieces import Chosen, Joined
+from muse_fn.kernels.pieces import Chosen, Context, Joined, Projected
 
 
 class Linear(Protocol):
@@ -49,6 +49,9 @@ class ExpertRows(Protocol):
     ) -> Tensor: ...
 
 
+AttendNew = Callable[[Projected, Rotary | None, float, float, Tensor, Tensor, Context, dtype], Tensor]
+
+
 @dataclass(frozen=True)
 class Ops:
     """The operations a decoder is made of; contracts in kernels/reference.py and kernels/pieces.py."""
@@ -67,6 +70,7 @@ class Ops:
         pieces.place
     )
     gated: Callable[[Tensor, Tensor, float, dtype], Tensor] = pieces.gated
+    attend_new: AttendNew | None = None  # all of `place`, `attend_blocks` and `gated`; None: one after the other
     choose: Callable[[Tensor, Tensor, int, float, float, Tensor, Gain, float, dtype], Chosen] = pieces.choose
     blend: Callable[[Tensor, Tensor, Gain, float, dtype], Tensor] = pieces.blend
 

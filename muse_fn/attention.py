@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from muse_fn.kernels.norms import Rotary
+from muse_fn.kernels.pieces import Context, Projected
 from muse_fn.kernels.select import Ops
 from muse_fn.kvcache.cache import KVCache, Places
 from muse_fn.params.config import Config
@@ -48,11 +49,17 @@ def attention(
     if isinstance(kv, KVCache):
         group, slot = step.slots[layer]
         at, arenas = step.places[group], (kv.k[slot], kv.v[slot])
-        q_BTND = ops.place(q, k, v, rotary, config.qk_scale_factor, eps, *arenas, at.write)
-        o = ops.attend_blocks(q_BTND, *arenas, at.blocks_BC, step.pos_BT, at.pos_BS, window, step.is_start)
+        seen = Context(at.write, at.blocks_BC, step.pos_BT, at.pos_BS, window, step.is_start)
+        if ops.attend_new is not None:
+            given = Projected(q, k, v, gate), rotary, config.qk_scale_factor, eps
+            o_BTF = ops.attend_new(*given, *arenas, seen, p.o.dtype)
+        else:
+            q_BTND = ops.place(q, k, v, rotary, config.qk_scale_factor, eps, *arenas, seen.write)
+            o_BTF = ops.gated(ops.attend_blocks(q_BTND, *arenas, *seen[1:]), gate, eps, p.o.dtype)
     else:
         q_BTND, k_BTKD = ops.heads(q, k, rotary, width, config.qk_scale_factor, eps)
         v_BTKD = v.unflatten(-1, (-1, width))
         o = ops.attend(q_BTND, k_BTKD, v_BTKD, step.pos_BT, step.pos_BT, window, step.is_start)
-    b = ops.linear(ops.gated(o, gate, eps, p.o.dtype), p.o, summed_in(division.mesh, STAGE))
+        o_BTF = ops.gated(o, gate, eps, p.o.dtype)
+    b = ops.linear(o_BTF, p.o, summed_in(division.mesh, STAGE))
     return division.summed(b.flatten(0, 1)), kv

@@ -146,14 +146,22 @@ class Arguments:
                 copies.append((wanted, leaves[name]))
         if problems:
             raise CaptureError("\n".join(problems))
-        # One launch for all of a dtype that are on the device: each is small, and a launch takes longer than its copy.
+        # One launch for all that are on the device: each is small, and a launch takes longer than its copy.
         together: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for into, given in copies:
             if into.data_ptr() != given.data_ptr():
+                into, given = _as_bytes(into, given)
                 together.setdefault((into.dtype, given.device), []).append((into, given))
         for pairs in together.values():
             sides = [list(side) for side in zip(*pairs, strict=True)]
             torch._foreach_copy_(*sides, non_blocking=True)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def _as_bytes(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same memory as bytes, where all are whole; tensors of any dtype are then copied together."""
+    if all(x.is_contiguous() and x.device.type in ("cpu", "cuda") for x in tensors):
+        return tuple(x.flatten().view(torch.uint8) for x in tensors)
+    return tensors
 
 
 class Captured(ABC, Generic[Result]):

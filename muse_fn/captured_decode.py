@@ -16,6 +16,7 @@ from torch import Tensor
 from muse_fn.buckets import Bucket, buckets, smallest
 from muse_fn.capture import Captured, Progress, capture_each
 from muse_fn.decoder import Chunk, Scales, hidden_states, logits, scales
+from muse_fn.kernels.around import advanced
 from muse_fn.kernels.one_op import one_op
 from muse_fn.kernels.select import Ops, select
 from muse_fn.kvcache.cache import KVCache, View, check_alive, consume, locate, locate_next, step_positions
@@ -99,7 +100,7 @@ def decode_and_sample(
     view, places = locate_next(view, arenas.k[0].shape[1], layout_of(config, mesh), config.max_positions)
     chunk = Chunk(tokens_B1, step_positions(view, 1), places)
     z_BV = _logits_of(params, chunk, arenas, config, mesh, every, ops)[:, 0]
-    past_B, going_B = view.past_B + view.count_B, (view.count_B > 0) & (tokens_B1[:, 0] >= 0)
+    past_B, going_B = advanced(view.past_B, view.count_B, tokens_B1[:, 0])
     allowed = allowed_V if isinstance(allowed_V, Tensor) else None
     chosen_B = sample(z_BV, draw, past_B, allowed_V=allowed, filtered=filtered, going_B=going_B, mesh=mesh)
     return chosen_B[:, None], past_B, view.count_B, arenas

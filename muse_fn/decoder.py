@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from muse_fn.attention import Step, attention
-from muse_fn.kernels.around import capped, embedding, rotary_of
-from muse_fn.kernels.norms import Gain, Mix, gain, mix, plain_norm
+from muse_fn.kernels.around import capped, embedding, rotary_of, stream_norm
+from muse_fn.kernels.norms import Gain, Mix, gain, mix
 from muse_fn.kernels.pieces import Joined
 from muse_fn.kernels.select import Ops, select, under_vmap
 from muse_fn.kvcache.cache import KVCache, Places
@@ -203,7 +203,7 @@ def embed(params: Params, tokens_BT: Tensor, config: Config, division: Division 
     assert isinstance(params.embed, Tensor), "the first stage embeds"
     # Each rank has some rows of the table, and zeros for the ids of the others; an id below 0 is nobody's.
     rows = embedding(params.embed, tokens_BT, division.mesh.index(STAGE) * len(params.embed))
-    return plain_norm(division.summed(rows.flatten(0, 1)), config.rms_norm_eps)
+    return stream_norm(division.summed(rows.flatten(0, 1)), config.rms_norm_eps)
 
 
 def decoder_layer(

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muse_fn.kernels import around
-from muse_fn.kernels.around import capped, embedding, triton_form
+from muse_fn.kernels.around import advanced, capped, embedding, stream_norm, triton_form
+from muse_fn.kernels.norms import plain_norm
 from tests.models import SEEDS
 
 CPU = torch.device("cpu")
@@ -39,6 +40,22 @@ def test_logits_are_scaled_then_capped(z: float, cap: float, multiplier: float) 
     assert capped(torch.tensor(z), multiplier, 0.0).item() == pytest.approx(z * multiplier, rel=1e-6)
     expected = cap * math.tanh(z * multiplier / cap)
     assert capped(torch.tensor(z), multiplier, cap).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_go_on_that_had_a_token_to_read() -> None:
+    past, going = advanced(torch.tensor([5, 6, 7]), torch.tensor([1, 0, 1]), torch.tensor([0, 9, -1]))
+    assert past.tolist() == [6, 6, 8]
+    assert going.tolist() == [True, False, False]
+
+
+def test_the_stream_norm_is_the_plain_one_whatever_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 40).bfloat16()
+    expected = plain_norm(x, 1e-5)
+    assert torch.equal(stream_norm(x, 1e-5), expected)
+    monkeypatch.setattr(around, "why_no_triton", lambda where: "")  # pyright: ignore[reportUnknownLambdaType]
+    with torch.no_grad():
+        torch.testing.assert_close(stream_norm(x, 1e-5), expected)
+        assert torch.equal(stream_norm(x.double(), 1e-5), plain_norm(x.double(), 1e-5)), "no form for float64"
 
 
 def test_forms_are_for_devices_without_gradients_and_outside_of_vmap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muse_fn.kernels import gpu, gpu_attention, reference
+from muse_fn.kernels import gpu, gpu_attention, gpu_merge, reference
 from tests.models import SEEDS, close
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -73,7 +73,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "TILE_BYTES", 1)
     monkeypatch.setattr(gpu_attention, "FEWEST_KEYS", 1)
     monkeypatch.setattr(gpu_attention, "SCANNED", 32)
-    monkeypatch.setattr(gpu_attention, "MERGED", 2)
+    monkeypatch.setattr(gpu_merge, "MERGED", 2)
 
 
 HEADS = st.sampled_from([(1, 1, 16), (8, 2, 8), (3, 2, 5), (2, 3, 4), (4, 2, 32), (16, 1, 16)])
@@ -96,8 +96,9 @@ def test_any_splits_equal_the_reference(
     drawn = case(seed, lengths, min(new, most // heads[0]), block, heads, *types, empty, shuffled)
     assert not gpu_attention.why_not(*drawn[:3])
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("TILE_BYTES", 1), ("FEWEST_KEYS", 1), ("SCANNED", 32), ("MERGED", 2)):
+        for name, value in (("TILE_BYTES", 1), ("FEWEST_KEYS", 1), ("SCANNED", 32)):
             patch.setattr(gpu_attention, name, value)
+        patch.setattr(gpu_merge, "MERGED", 2)
         patch.setattr(gpu_attention, "processors", Mock(return_value=processors))
         check(gpu_attention.attend_blocks(*drawn, window), drawn, window)
 

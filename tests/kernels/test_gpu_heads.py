@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muse_fn.kernels import gpu, gpu_heads, pieces
+from muse_fn.kernels import gpu, gpu_heads, gpu_merge, pieces
 from muse_fn.kernels.norms import Rotary, rotary_angles
 from tests.models import SEEDS, close
 
@@ -136,7 +136,7 @@ def test_gated(
     o, gate = o.unflatten(-1, (-1, width)), gate * spread
     gate = torch.cat([gate, gate], -1)[..., : gate.shape[-1]]
     assert not gpu_heads.why_not(width, o, gate)
-    found = gpu_heads.gated(o, gate, 1e-5, to)
+    found = gpu_merge.gated(o, gate, 1e-5, to)
     assert found.dtype == to
     close(found.float(), pieces.gated(o, gate, 1e-5, to).float(), max(TOLERANCE[dtype], TOLERANCE[to]))
 
@@ -151,7 +151,7 @@ def test_nothing_at_all() -> None:
         16,
     )
     assert gpu_heads.heads(q, k, None, 16, 1.0, 1e-5)[1].shape == (0, 1, 1, 16)
-    assert gpu_heads.gated(torch.empty(0, 1, 2, 16), q, 1e-5, torch.float32).shape == (0, 1, 32)
+    assert gpu_merge.gated(torch.empty(0, 1, 2, 16), q, 1e-5, torch.float32).shape == (0, 1, 32)
     assert (arena == 1).all()
 
 

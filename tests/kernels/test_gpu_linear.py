@@ -148,7 +148,7 @@ def test_matrices_are_divided_by_what_is_read() -> None:
     assert more_rows(((2304, False),), 8192, 2, 2, 132).programs((2304, False), 2) >= 132 / gpu_linear.ALONE - 2
     for count in (1, FEW):
         narrow, wide = (few_rows(width, count) for width in (1024, 8192))
-        assert narrow.OUT * 1024 == wide.OUT * wide.STEP
+        assert narrow.OUT * narrow.STEP / narrow.WARPS == wide.OUT * wide.STEP / wide.WARPS
 
 
 def test_what_does_not_fit_is_named() -> None:

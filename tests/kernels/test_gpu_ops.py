@@ -32,8 +32,9 @@ pytestmark = [
 ]
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-OPERATIONS = [field.name for field in fields(Ops) if field.name != "why"]
-TABLE = Ops(why="Triton, in its interpreter", **{name: getattr(gpu_ops, name) for name in OPERATIONS})
+OPERATIONS = [field.name for field in fields(Ops) if field.name not in ("why", "attend_new")]  # that all tables have
+FORMS = {name: getattr(gpu_ops, name) for name in OPERATIONS}
+TABLE = Ops(why="Triton, in its interpreter", attend_new=gpu_ops.attend_new, **FORMS)
 INNER = ("linear", "sigmoid")  # keywords of the plain forms that no table passes
 TOLERANCE = 2**-6  # of the largest: results in bfloat16, rounded once more or once less on the way
 
@@ -71,6 +72,7 @@ def test_a_cuda_device_gets_this_table(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         found = select.select(cuda)
     assert [getattr(found, name) for name in OPERATIONS] == [getattr(gpu_ops, name) for name in OPERATIONS]
+    assert found.attend_new is gpu_ops.attend_new
     assert "Triton" in found.why
     assert select.select(cuda) is select.STATIC, "under gradients"
 

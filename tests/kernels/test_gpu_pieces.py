@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from muse_fn.kernels import gpu_pieces, pieces
-from muse_fn.kernels.norms import Gain, Mix
+from muse_fn.kernels.norms import Gain, Mix, plain_norm
 from tests.models import SEEDS, close, far
 
 WIDTHS = st.sampled_from([1, 2, 3, 16, 31, 100, 128, 700])
@@ -33,6 +33,7 @@ def same(found: Tensor, expected: Tensor) -> None:
 def test_normed(seed: int, width: int, eps: float, given_as: torch.dtype, dtype: torch.dtype) -> None:
     x, norm = draw(seed, 2, 2, width, dtype=given_as), Gain(draw(seed + 1, width))
     same(gpu_pieces.normed(x, norm, eps, dtype), pieces.normed(x, norm, eps, dtype))
+    same(gpu_pieces.normed(x, None, eps, dtype), plain_norm(x, eps).to(dtype))
 
 
 @settings(max_examples=30)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muse_fn.kernels import gpu_step
-from muse_fn.kernels.around import capped, embedding, rotary_of
+from muse_fn.kernels.around import advanced, capped, embedding, rotary_of
 from muse_fn.kernels.norms import rotary_angles, rotary_frequencies
 from muse_fn.kvcache.cache import Places, View, locate_next
 from muse_fn.kvcache.layout import Layout
@@ -82,6 +82,26 @@ def test_the_cap_is_exact_near_0_and_falls_nowhere() -> None:
     assert (gpu_step.capped(torch.linspace(0.2499, 0.2501, 2000), 1.0, 1.0).diff() >= -1e-7).all()
     assert gpu_step.capped(torch.tensor([math.inf, -math.inf, 3e38]), 1.0, 20.0).tolist() == [20.0, -20.0, 20.0]
     assert gpu_step.capped(torch.empty(0, 3), 1.0, 1.0).shape == (0, 3)
+
+
+@given(SEEDS, st.sampled_from([2, 6, 64]), st.sampled_from([(1, 1), (3, 1), (2, 40)]), st.sampled_from([1e4, 5e5]))
+def test_angles_are_the_plain_ones(seed: int, width: int, shape: tuple[int, int], theta: float) -> None:
+    pos = torch.randint(0, 1_000_000, shape, generator=torch.Generator().manual_seed(seed))
+    pos.view(-1)[0] = 0
+    for wide in (pos, torch.cat([pos, pos], 1)[:, : shape[1]]):
+        for found, expected in zip(gpu_step.rotary(wide, width, theta), rotary_angles(pos, width, theta), strict=True):
+            assert found.shape == expected.shape
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 1), st.integers(-1, 3)), min_size=1, max_size=9))
+def test_rows_advance_alike(rows: list[tuple[int, int, int]]) -> None:
+    past, count, tokens = torch.tensor(rows).unbind(1)
+    for given_tokens in (tokens, torch.stack([tokens, tokens], 1)[:, 0]):
+        found, expected = gpu_step.advanced(past, count, given_tokens), advanced(past, count, given_tokens)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
 
 
 def test_frequencies_are_kept() -> None:

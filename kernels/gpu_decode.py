@@ -1,0 +1,217 @@
+"""Attention of one new token for each sequence, from its projected rows to its gated heads: in one launch, and a second
+one where keys are split.
+
+The contract is that of `Ops.attend_new`: `pieces.place`, attention over the arenas, `pieces.gated`. What is older than
+the step is read before the projected rows are there. The new key never comes from the arena: whoever has its place
+among the keys takes it from the projected row, and one program writes it.
+"""
+
+# pyright: basic, reportGeneralTypeIssues=false
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from muse_fn.kernels import gpu_attention, gpu_heads
+from muse_fn.kernels.gpu import WARPS, bound, dot, inputs_ready, options, rounded
+from muse_fn.kernels.gpu_attention import absorb, cut, leave, read_tile, seen_tiles, shape_of, workspace
+from muse_fn.kernels.gpu_heads import in_arena
+from muse_fn.kernels.gpu_merge import Gate, gated_heads, merge
+from muse_fn.kernels.norms import Rotary
+from muse_fn.kernels.pieces import Context, Projected
+
+
+@triton.jit
+def _pairs(at, mine, D: tl.constexpr, ROTARY: tl.constexpr, WIDTH: tl.constexpr):
+    """Each row's head in its columns, and at each element the other of its pair; zeros in other columns."""
+    d = tl.arange(0, WIDTH)[None, :] % D
+    x = tl.load(at[:, None] + d, mask=mine, other=0.0)
+    y = x
+    if ROTARY:
+        y = tl.load(at[:, None] + tl.where(d < D // 2, d + D // 2, d - D // 2), mask=mine, other=0.0)
+    return x, y
+
+
+@triton.jit
+def _head(x, y, cos, sin, scale, eps, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Heads with the others of their pairs, normed, scaled and rotated, in their dtype."""
+    dtype: tl.constexpr = x.dtype
+    x = x.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    x = x * factor * scale
+    if ROTARY:
+        x = x * cos + y.to(tl.float32) * factor * scale * sin
+    return rounded(x, dtype)
+
+
+@triton.jit
+def _with(raw, v, acc, top, total, SCALE: tl.constexpr):
+    """One key more: each row's score before scaling, -inf where hidden, and its value [rows, columns]."""
+    higher = tl.maximum(top, raw * SCALE)
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    p, shrink = tl.exp2(raw * SCALE - shift), tl.exp2(top - shift)
+    return acc * shrink[:, None] + rounded(p, v.dtype).to(tl.float32)[:, None] * v, higher, total * shrink + p
+
+
+@triton.jit(do_not_specialize=["splits", "S"])
+def _decode_kernel(
+    q, k_new, v_new, gate, cos, sin, k, v, write, table, q_pos, k_pos, out, sums, S, splits,
+    q_row, k_row, v_row, gate_row, qk_scale, eps,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    SCALE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    SCAN: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, ONE: tl.constexpr, ROTARY: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A split's tiles for TOGETHER KV heads of a sequence; rows and columns as in gpu_attention's `_split_kernel`."""
+    split, head, b = tl.program_id(0), tl.program_id(1) * TOGETHER, tl.program_id(2).to(tl.int64)
+    r, c = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    own, d = r // GROUP, c % D
+    real = own < TOGETHER
+    mine = real[:, None] & (c // D == own[:, None])
+    n = (head + own) * GROUP + r % GROUP
+    i = tl.load(q_pos + b).to(tl.int32)
+    to = tl.load(write + b)
+    oldest = tl.maximum(i - WINDOW + 1, 0) if WINDOW else 0
+    k_pos += b * S
+    table += b * (S // BLOCK)
+    cosine, sine = 1.0, 0.0
+    if ROTARY:
+        cosine = tl.load(cos + b * D + d)[None, :]
+        sine = tl.load(sin + b * D + d)
+        sine = tl.where(d < D // 2, -sine, sine)[None, :]
+    if ONE:
+        j, k_SC, v_SC = read_tile(
+            k,
+            v,
+            table,
+            k_pos,
+            split,
+            S,
+            oldest,
+            i - 1,
+            head,
+            q.dtype.element_ty,
+            HEADS,
+            D,
+            BLOCK,
+            TOGETHER,
+            WIDTH,
+            TILE,
+        )
+    else:
+        first, last = seen_tiles(k_pos, split, splits, tl.cdiv(S, TILE), S, oldest, i, TILE, SCAN)
+    inputs_ready(PDL)
+    # All are asked for before the first is used.
+    dtype: tl.constexpr = q.dtype.element_ty
+    q_RC, q_other = _pairs(q + b * q_row + n * D, mine, D, ROTARY, WIDTH)
+    new, new_other = _pairs(k_new + b * k_row + (head + own) * D, mine, D, ROTARY, WIDTH)
+    value, _ = _pairs(v_new + b * v_row + (head + own) * D, mine, D, False, WIDTH)
+    q_RC = _head(q_RC, q_other, cosine, sine, qk_scale, eps, D, ROTARY)
+    new = in_arena(_head(new, new_other, cosine, sine, 1.0, eps, D, ROTARY).to(tl.float32), k.dtype.element_ty)
+    value = in_arena(value.to(tl.float32), v.dtype.element_ty)
+    if split == 0:
+        place, once = to * (HEADS * D) + (head + own)[:, None] * D + d[None, :], mine & (r % GROUP == 0)[:, None]
+        tl.store(k + place, new, mask=once)
+        tl.store(v + place, value, mask=once)
+    score = tl.sum(q_RC.to(tl.float32) * new.to(dtype).to(tl.float32), 1)
+    value = value.to(dtype)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    if ONE:
+        raw = dot(q_RC, k_SC.T, tl.zeros([ROWS, TILE], tl.float32))
+        seen = ((j >= oldest) & (j < i))[None, :]
+        acc, top, total = absorb(tl.where(seen, raw, float("-inf")), v_SC, acc, top, total, SCALE)
+        has_new = tl.max((j == i).to(tl.int32)) > 0
+    else:
+        has_new = i < 0
+        for step in tl.range(bound(first), bound(last + 1), num_stages=STAGES):
+            j, k_SC, v_SC = read_tile(
+                k, v, table, k_pos, split + step * splits, S, oldest, i - 1, head, dtype, HEADS, D, BLOCK, TOGETHER,
+                WIDTH, TILE,
+            )  # fmt: skip
+            raw = dot(q_RC, k_SC.T, tl.zeros([ROWS, TILE], tl.float32))
+            seen = ((j >= oldest) & (j < i))[None, :]
+            acc, top, total = absorb(tl.where(seen, raw, float("-inf")), v_SC, acc, top, total, SCALE)
+            has_new = has_new | (tl.max((j == i).to(tl.int32)) > 0)
+    acc, top, total = _with(tl.where(has_new, score, float("-inf")), value, acc, top, total, SCALE)
+    row = b * (HEADS * GROUP) + n
+    if PARTS:
+        leave(out, sums, row, split, splits, real, mine, d, acc, top, total, D, True)
+    else:
+        o = rounded(tl.where(mine, acc / tl.where(total == 0, 1.0, total)[:, None], 0.0), dtype).to(tl.float32)
+        g = tl.load(gate + b * gate_row + n[:, None] * D + d[None, :], mask=mine, other=0.0).to(tl.float32)
+        o = gated_heads(o, g, eps, D)
+        tl.store(out + row[:, None] * D + d[None, :], rounded(o, out.dtype.element_ty), mask=mine)
+
+
+def why_not(rows: Projected, k_arena: Tensor, v_arena: Tensor, at: Context, dtype: torch.dtype) -> str:
+    """Why `attend_new` cannot take these; "" if it can."""
+    batch, length, width = rows.q_BTF.shape
+    if length != 1:
+        return f"{length} new tokens: one alone"
+    if not batch or not at.k_pos_BS.shape[1]:
+        return "there are no queries or no keys"
+    if dtype != rows.q_BTF.dtype:
+        return f"results are {dtype}, queries {rows.q_BTF.dtype}: must be alike"
+    head_dim = k_arena.shape[3]
+    q_BTND = rows.q_BTF.view(batch, 1, width // head_dim, head_dim)
+    return gpu_attention.why_not(q_BTND, k_arena, v_arena) or gpu_heads.why_not(head_dim, *rows, k_arena, v_arena)
+
+
+def attend_new(
+    rows: Projected,
+    rotary: Rotary | None,
+    qk_scale: float,
+    eps: float,
+    k_arena: Tensor,
+    v_arena: Tensor,
+    at: Context,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`Ops.attend_new` for what `why_not` lets pass: [B, 1, N * D]. Writes the new keys and values into the arenas.
+
+    Positions below 2**31. With several KV heads to a program, a visible key of one that is not finite spoils them all.
+    """
+    (batch, _, features), keys = rows.q_BTF.shape, at.k_pos_BS.shape[1]
+    q, k, v, gate = (x.reshape(batch, -1) for x in rows)
+    q_BTND = q.view(batch, 1, -1, k_arena.shape[3])
+    splits, grid, shape = cut(q_BTND, k_arena, keys)
+    out, parts, sums = workspace(q_BTND, splits)
+    cos, sin = (q, q) if rotary is None else (x.reshape(batch, -1).contiguous() for x in rotary)
+    shape |= {"WINDOW": at.window, "ROTARY": rotary is not None}
+    scalars: tuple[Any, ...] = (keys, splits, q.stride(0), k.stride(0), v.stride(0), gate.stride(0), qk_scale, eps)
+    _decode_kernel[(splits, *grid)](
+        q, k, v, gate, cos, sin, k_arena, v_arena, at.write.contiguous(), at.blocks_BC.contiguous(),
+        at.q_pos_BT.contiguous(), at.k_pos_BS.contiguous(), parts, sums, *scalars, **options(out.device, **shape),
+    )  # fmt: skip
+    if splits > 1:
+        merge(parts, sums, out, Gate(rows.gate_BTF, eps))
+    return out.view(batch, 1, features)
+
+
+_TYPES = {
+    **dict.fromkeys(("q", "k_new", "v_new", "gate"), "*bf16"),
+    **dict.fromkeys(("cos", "sin", "sums"), "*fp32"),
+    **dict.fromkeys(("write", "table", "q_pos", "k_pos"), "*i64"),
+    **{"S": "i32", "splits": "i32", "qk_scale": "fp32", "eps": "fp32"},
+}
+_SHAPE = shape_of(1, 8, 2, 64, 2)
+_ONE, _MORE = {"SCAN": 1, "PARTS": True, "ONE": True}, {"SCAN": 32, "PARTS": True, "ONE": False}
+_STRIDES = dict.fromkeys(("q_row", "k_row", "v_row", "gate_row"), 2304)
+COMPILED = [  # kernel, types of its arguments, constants, options: as for a card's share of the released model
+    (
+        _decode_kernel,
+        {**_TYPES, "k": cache, "v": cache, "out": "*fp32" if constants["PARTS"] else "*bf16"},
+        {**sizes, **_STRIDES, **constants, "PDL": True},
+        {"num_warps": warps, "launch_pdl": True},
+    )
+    for warps, sizes, cache, constants in (
+        (2 * WARPS, {**_SHAPE, "TILE": 32}, "*bf16", {**_ONE, "BLOCK": 128, "WINDOW": 2048, "ROTARY": True}),
+        (WARPS, _SHAPE, "*bf16", {**_ONE, "BLOCK": 128, "WINDOW": 2048, "ROTARY": True}),
+        (WARPS, _SHAPE, "*bf16", {**_MORE, "BLOCK": 128, "WINDOW": 0, "ROTARY": False}),
+        (WARPS, _SHAPE, "*bf16", {**_MORE, "BLOCK": 128, "WINDOW": 2048, "ROTARY": True, "PARTS": False}),
+        (WARPS, shape_of(1, 8, 2, 64, 1), "*fp8e4nv", {**_MORE, "BLOCK": 16, "WINDOW": 2048, "ROTARY": True}),
+    )
+]
