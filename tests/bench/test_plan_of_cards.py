@@ -16,7 +16,7 @@ from muse_fn.plan import Prediction, Setup, predict
 from muse_fn.sharding.mesh import Mesh, parse_mesh
 
 RESULTS = Path(__file__).parent.parent.parent / "bench" / "results"
-CARDS, SLICE = (RESULTS / f"2026-11-30-{name}.md" for name in ("cards-2", "rank-slice"))
+CARDS, SLICE = RESULTS / "2026-11-30-cards-2.md", RESULTS / "2026-12-01-rank-slice.md"
 QUARTER = 1.25  # times as long or as short
 WHOLE = Config()
 H200 = "h200"
