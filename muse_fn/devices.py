@@ -42,9 +42,9 @@ _OVERHEAD = Assumption("host_us", 0.0, "us per step", "assumed: captured steps h
 _SEQUENCES = Assumption("sequences", 4.0, "sequences", "assumed: each holds one window per sliding layer")
 
 # Fitted on bench/results/2026-11-30-cards-2.md (two cards, 20 layers) and 2026-11-30-rank-slice.md (one card, 62), so
-# that every line of both, and of 2026-12-01-rank-slice.md, is within 25 % of its prediction. Shares alone cannot do that:
-# a layer with fewer bytes, as on one of eight cards, reads them at a lower rate, since its kernels still start one after
-# the other.
+# that every line of both, and of 2026-12-01-rank-slice.md, is within 25 % of its prediction. Shares alone cannot do
+# that: a layer with fewer bytes, as on one of eight cards, reads them at a lower rate, since its kernels still start
+# one after the other.
 _FITTED = "fitted on steps measured on one and two cards (bench/results)"
 
 
