@@ -173,6 +173,8 @@ def attend_new(
     """`Ops.attend_new` for what `why_not` lets pass: [B, 1, N * D]. Writes the new keys and values into the arenas.
 
     Positions below 2**31. With several KV heads to a program, a visible key of one that is not finite spoils them all.
+    On a device what is older than the projected rows, as are positions and angles, must not be what the kernel just
+    before wrote.
     """
     (batch, _, features), keys = rows.q_BTF.shape, at.k_pos_BS.shape[1]
     q, k, v, gate = (x.reshape(batch, -1) for x in rows)

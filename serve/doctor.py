@@ -104,11 +104,11 @@ def _forms(where: torch.device) -> dict[str, Any]:
 
 
 def origins(ops: Ops) -> dict[str, str]:
-    """For each operation the file of its form, such as kernels/cpu.py."""
+    """For each operation that the table has the file of its form, such as kernels/cpu.py."""
     found: dict[str, str] = {}
     for field in fields(Ops):
         form: Any = getattr(ops, field.name)
-        if field.name != "why":
+        if field.name != "why" and form is not None:
             inner = form.keywords.values() if isinstance(form, partial) else ()
             made_of = next(iter(inner), form)  # a plain form of another form's products
             found[field.name] = f"{made_of.__module__.removeprefix('muse_fn.').replace('.', '/')}.py"
