@@ -172,10 +172,10 @@ def attention_checks() -> Iterator[Check]:
 
 def new_tokens(form: AttendNew, batch: int, dtype: torch.dtype, arenas: list[Tensor], at: Context) -> list[Tensor]:
     """Gated heads, and what was written."""
+    rotary = rotary_angles(at.q_pos_BT, HEAD_DIM, 5e5) if at.window else None  # older than the rows, as in a step
     draw, copies = torch.Generator(CUDA).manual_seed(batch), [x.clone() for x in arenas]
     sizes = [n * HEAD_DIM for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     wide = torch.randn(batch, 1, sum(sizes), device=CUDA, generator=draw).to(dtype)
-    rotary = rotary_angles(at.q_pos_BT, HEAD_DIM, 5e5) if at.window else None
     out = form(Projected(*wide.split(sizes, -1)), rotary, 1.3, EPS, copies[0], copies[1], at, dtype)
     return [out.float(), *[x.flatten(0, 1)[at.write].float() for x in copies]]
 

@@ -104,7 +104,7 @@ def attention_times() -> Iterator[Time]:
         shape = (batch * columns + 1, BLOCK, KV_HEADS, HEAD_DIM)
         arenas = [tuple(randn(*shape, dtype=BF16) for _ in "kv") for _ in range(layers)]
         blocks = (1 + torch.randperm(batch * columns, device=CUDA)).view(batch, columns)
-        where = torch.full((batch, 1), context - 1, device=CUDA), torch.arange(context, device=CUDA).expand(batch, -1)
+        where = torch.full((batch, 1), context - 1, device=CUDA), torch.arange(context, device=CUDA).repeat(batch, 1)
         q = randn(batch, 1, HEADS, HEAD_DIM, dtype=BF16)
         calls = [partial(gpu_ops.attend_blocks, q, k, v, blocks, *where, window) for k, v in arenas]
         size = batch * context * 2 * KV_HEADS * HEAD_DIM * 2

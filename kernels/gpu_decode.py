@@ -1,9 +1,9 @@
 """Attention of one new token for each sequence, from its projected rows to its gated heads: in one launch, and a second
 one where keys are split.
 
-The contract is that of `Ops.attend_new`: `pieces.place`, attention over the arenas, `pieces.gated`. What is older than
-the step is read before the projected rows are there. The new key never comes from the arena: whoever has its place
-among the keys takes it from the projected row, and one program writes it.
+The contract is that of `Ops.attend_new`: `pieces.place`, attention over the arenas, `pieces.gated`. Where a program has
+one tile of keys, those older than the step are read before the projected rows are there. The new key never comes from
+the arena: whoever has its place among the keys takes it from the projected row, and one program writes it.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false
@@ -83,23 +83,9 @@ def _decode_kernel(
         sine = tl.where(d < D // 2, -sine, sine)[None, :]
     if ONE:
         j, k_SC, v_SC = read_tile(
-            k,
-            v,
-            table,
-            k_pos,
-            split,
-            S,
-            oldest,
-            i - 1,
-            head,
-            q.dtype.element_ty,
-            HEADS,
-            D,
-            BLOCK,
-            TOGETHER,
-            WIDTH,
-            TILE,
-        )
+            k, v, table, k_pos, split, S, oldest, i - 1, head, q.dtype.element_ty, HEADS, D, BLOCK, TOGETHER,
+            WIDTH, TILE,
+        )  # fmt: skip
     else:
         first, last = seen_tiles(k_pos, split, splits, tl.cdiv(S, TILE), S, oldest, i, TILE, SCAN)
     inputs_ready(PDL)
@@ -123,9 +109,9 @@ def _decode_kernel(
         raw = dot(q_RC, k_SC.T, tl.zeros([ROWS, TILE], tl.float32))
         seen = ((j >= oldest) & (j < i))[None, :]
         acc, top, total = absorb(tl.where(seen, raw, float("-inf")), v_SC, acc, top, total, SCALE)
-        has_new = tl.max((j == i).to(tl.int32)) > 0
+        has_new = tl.max(((j == i) & (j >= 0)).to(tl.int32)) > 0
     else:
-        has_new = i < 0
+        has_new = i != i  # not yet
         for step in tl.range(bound(first), bound(last + 1), num_stages=STAGES):
             j, k_SC, v_SC = read_tile(
                 k, v, table, k_pos, split + step * splits, S, oldest, i - 1, head, dtype, HEADS, D, BLOCK, TOGETHER,
@@ -134,8 +120,9 @@ def _decode_kernel(
             raw = dot(q_RC, k_SC.T, tl.zeros([ROWS, TILE], tl.float32))
             seen = ((j >= oldest) & (j < i))[None, :]
             acc, top, total = absorb(tl.where(seen, raw, float("-inf")), v_SC, acc, top, total, SCALE)
-            has_new = has_new | (tl.max((j == i).to(tl.int32)) > 0)
-    acc, top, total = _with(tl.where(has_new, score, float("-inf")), value, acc, top, total, SCALE)
+            has_new = has_new | (tl.max(((j == i) & (j >= 0)).to(tl.int32)) > 0)
+    score, value = tl.where(has_new, score, float("-inf")), tl.where(has_new, value, 0.0)
+    acc, top, total = _with(score, value, acc, top, total, SCALE)
     row = b * (HEADS * GROUP) + n
     if PARTS:
         leave(out, sums, row, split, splits, real, mine, d, acc, top, total, D, True)
@@ -155,6 +142,8 @@ def why_not(rows: Projected, k_arena: Tensor, v_arena: Tensor, at: Context, dtyp
         return "there are no queries or no keys"
     if dtype != rows.q_BTF.dtype:
         return f"results are {dtype}, queries {rows.q_BTF.dtype}: must be alike"
+    if rows.k_BTF.dtype != dtype:
+        return f"keys are {rows.k_BTF.dtype}, queries {dtype}: must be alike"
     head_dim = k_arena.shape[3]
     q_BTND = rows.q_BTF.view(batch, 1, width // head_dim, head_dim)
     return gpu_attention.why_not(q_BTND, k_arena, v_arena) or gpu_heads.why_not(head_dim, *rows, k_arena, v_arena)
@@ -181,7 +170,7 @@ def attend_new(
     q_BTND = q.view(batch, 1, -1, k_arena.shape[3])
     splits, grid, shape = cut(q_BTND, k_arena, keys)
     out, parts, sums = workspace(q_BTND, splits)
-    cos, sin = (q, q) if rotary is None else (x.reshape(batch, -1).contiguous() for x in rotary)
+    cos, sin = (q, q) if rotary is None else (x.reshape(batch, k_arena.shape[3]).contiguous() for x in rotary)
     shape |= {"WINDOW": at.window, "ROTARY": rotary is not None}
     scalars: tuple[Any, ...] = (keys, splits, q.stride(0), k.stride(0), v.stride(0), gate.stride(0), qk_scale, eps)
     _decode_kernel[(splits, *grid)](

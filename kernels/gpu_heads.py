@@ -81,7 +81,7 @@ def _float8(x):
 
 @triton.jit
 def in_arena(x, dtype: tl.constexpr):
-    """float32 as an arena of this dtype holds it: float8 within ±448."""
+    """float32 as an arena of this dtype holds it: float8 within ±LARGEST."""
     if dtype == tl.float8e4nv:
         x = tl.clamp(x, -LARGEST, LARGEST, tl.PropagateNan.ALL)
     return _rounded(x, dtype)

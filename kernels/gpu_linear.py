@@ -227,13 +227,13 @@ class Form(NamedTuple):
 
 
 def few_rows(width: int, count: int) -> Form:
-    """Of up to FEW rows of inputs: as many weights in each program whatever the width."""
+    """Of up to FEW rows of inputs: as many weights for each thread whatever the width."""
     if count == 1:
         step = min(max(8, triton.next_power_of_2(width)), TIMES * STEP)
         warps = MORE_WARPS if step > STEP else WARPS
         return Form(1, OUT * STEP * warps // (WARPS * step), 1, step, WARPS=warps)
     step = min(max(8, triton.next_power_of_2(width)), STEP)
-    return Form(1, OUT * STEP // step, 1 if count == 1 else FEW, step)
+    return Form(1, OUT * STEP // step, FEW, step)
 
 
 @lru_cache

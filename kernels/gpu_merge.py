@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muse_fn.kernels.gpu import bound, inputs_ready, options, rounded
 
-TILE = 2048  # elements of a program's heads, where there are no parts: 16 bytes a thread for each of two halves
+TILE = 1024  # elements of a program's heads, where there are no parts: 16 bytes a thread
 MERGED = 128  # parts that are read together
 
 
@@ -112,7 +112,7 @@ def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float, dtype: torch.dtype) -> T
     if not out.numel():
         return out
     gate, width = gate_BTF.reshape(batch * length, -1), triton.next_power_of_2(head_dim)
-    each = max(1, TILE // (2 * width))
+    each = max(1, TILE // width)
     scalars: tuple[Any, ...] = (batch * length, *o_BTND.stride()[:3], length, gate.stride(0), eps)
     shape = options(out.device, COUNT=count, D=head_dim, WIDTH=width, EACH=each)
     _gated_kernel[(-(-batch * length * count // each),)](o_BTND, gate, out, *scalars, **shape)

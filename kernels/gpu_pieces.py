@@ -183,7 +183,7 @@ def join(
             post_eps,
             eps,
             **{"HAS_SCALE": scale is not None, "HAS_NORM": norm is not None, "PART": parts.shape[-1]},
-            **_whole(h.device, h.shape[-1], len(h_rows), least=256),
+            **_whole(h.device, h.shape[-1], len(h_rows)),
         )
     return Joined(h_out, a_out, () if as_it_is else also)
 
@@ -250,7 +250,8 @@ def rows_in_parts(parts: Tensor) -> Tensor:
 
 def _whole(device: torch.device, width: int, rows: int = MANY - 1, least: int = 256) -> dict[str, Any]:
     """Settings of a program that holds a row: threads for 16 bytes of bfloat16 each, or twice that; of many `rows`
-    more, so that several programs fit on a multiprocessor; of few a warp for `least` columns."""
+    more, so that several programs fit on a multiprocessor; of few a warp for `least` columns. Unless said, rows are
+    neither few nor many."""
     block, early = triton.next_power_of_2(width), overlaps(device)
     warps = max(block // least, 1) if rows <= FEW else min(max(block // 256, 1), 16 if rows < MANY else 8)
     return {"WIDTH": width, "BLOCK": block, "num_warps": warps, "PDL": early, "launch_pdl": early}

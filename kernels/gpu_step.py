@@ -18,11 +18,11 @@ from muse_fn.kernels.gpu import inputs_ready, overlaps
 from muse_fn.kernels.norms import Rotary, rotary_frequencies
 
 PLACES = 2048  # positions of the context that a program of `locate_next` writes
-BLOCK = 1024  # elements of a program of `embedding` and `capped`: 8 a thread
+BLOCK = 1024  # elements of a program of any other: 8 a thread
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Context(NamedTuple):
+class Read(NamedTuple):
     """What the groups of one window read."""
 
     blocks_GBC: Tensor  # int64
@@ -140,7 +140,7 @@ def locate_next(
     tile = triton.next_power_of_2(min(width, max(1, PLACES // triton.next_power_of_2(block_size))))
     count, write = torch.empty_like(past_B), past_B.new_empty(groups, batch)
     found = [
-        Context(past_B.new_empty(n, batch, c), past_B.new_empty(batch, c * block_size))
+        Read(past_B.new_empty(n, batch, c), past_B.new_empty(batch, c * block_size))
         for n, c in ((whole, width), (groups - whole, columns))
     ]
     _locate_kernel[triton.cdiv(width if whole else columns, tile), groups, batch](

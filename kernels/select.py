@@ -70,7 +70,8 @@ class Ops:
         pieces.place
     )
     gated: Callable[[Tensor, Tensor, float, dtype], Tensor] = pieces.gated
-    attend_new: AttendNew | None = None  # all of `place`, `attend_blocks` and `gated`; None: one after the other
+    # All of `place`, `attend_blocks` and `gated`, if no row sees another's new position; None: one after the other.
+    attend_new: AttendNew | None = None
     choose: Callable[[Tensor, Tensor, int, float, float, Tensor, Gain, float, dtype], Chosen] = pieces.choose
     blend: Callable[[Tensor, Tensor, Gain, float, dtype], Tensor] = pieces.blend
 

@@ -146,10 +146,13 @@ class Arguments:
                 copies.append((wanted, leaves[name]))
         if problems:
             raise CaptureError("\n".join(problems))
-        # One launch for all that are on the device: each is small, and a launch takes longer than its copy.
+        # One launch for all that are whole: each is small, and a launch takes longer than its copy.
         together: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        buffers = {into.untyped_storage().data_ptr() for into, _ in copies}
         for into, given in copies:
-            if into.data_ptr() != given.data_ptr():
+            if (into.data_ptr(), into.stride()) != (given.data_ptr(), given.stride()):
+                # What lies in a buffer that is written meanwhile, as another argument or in another order, is kept.
+                given = given.clone() if given.untyped_storage().data_ptr() in buffers else given
                 into, given = _as_bytes(into, given)
                 together.setdefault((into.dtype, given.device), []).append((into, given))
         for pairs in together.values():
@@ -159,7 +162,7 @@ class Arguments:
 
 def _as_bytes(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The same memory as bytes, where all are whole; tensors of any dtype are then copied together."""
-    if all(x.is_contiguous() and x.device.type in ("cpu", "cuda") for x in tensors):
+    if all(x.is_contiguous() and x.device.type in ("cpu", "cuda") and not (x.is_conj() or x.is_neg()) for x in tensors):
         return tuple(x.flatten().view(torch.uint8) for x in tensors)
     return tensors
 

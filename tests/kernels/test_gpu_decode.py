@@ -99,9 +99,26 @@ def test_what_is_said_of_others() -> None:
     rows, at, arenas = rows_of(drawn, 3), context_of(drawn, 0, unseen=False), drawn[1:3]
     assert "bfloat16" in gpu_decode.why_not(rows, *arenas, at, torch.bfloat16)
     assert "float64" in gpu_decode.why_not(rows._replace(gate_BTF=rows.gate_BTF.double()), *arenas, at, torch.float32)
+    assert "keys are torch.bfloat16" in gpu_decode.why_not(
+        rows._replace(k_BTF=rows.k_BTF.bfloat16()), *arenas, at, torch.float32
+    )
     two = Projected(*[torch.cat([x, x], 1) for x in rows])
     assert "2 new tokens" in gpu_decode.why_not(two, *arenas, at, torch.float32)
     assert "no keys" in gpu_decode.why_not(rows, *arenas, at._replace(k_pos_BS=at.k_pos_BS[:, :0]), torch.float32)
+
+
+def test_a_new_key_that_nobody_sees_harms_nobody() -> None:
+    """Neither its values, whatever they are, nor its place: a position below 0 is that of an empty place as well."""
+    for position, length in ((3, 3), (3, 0), (-1, 0)):
+        drawn = case(5, [8], 1, 8, (1, 1, 16), torch.float32, torch.float32)
+        rows = rows_of(drawn, 5)
+        rows = rows._replace(v_BTF=torch.full_like(rows.v_BTF, torch.inf) if position >= 0 else rows.v_BTF)
+        k_pos = torch.where(torch.arange(8) < length, torch.arange(8), -1)[None]
+        at = Context(drawn.blocks_BC[0] * 8 + 3, drawn.blocks_BC, torch.tensor([[position]]), k_pos, 0)
+        arenas, ours = ([x.clone() for x in drawn[1:3]] for _ in "eo")
+        found = gpu_ops.attend_new(rows, None, SCALE, EPS, ours[0], ours[1], at, torch.float32)
+        assert found.isfinite().all()
+        close(found, expected(rows, arenas, at, is_full=True).nan_to_num(), 1e-4)
 
 
 def test_several_new_tokens_go_by_the_pieces() -> None:

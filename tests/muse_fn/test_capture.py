@@ -347,3 +347,34 @@ def test_modes_of_gradients_do_not_matter(captured_in: Any, called_in: Any, stri
 def test_what_cannot_be_asked_for(args: tuple[Any, ...], named: dict[str, Any], told: str) -> None:
     with pytest.raises(CaptureError, match=told):
         capture(lambda *args: args[0], args, **named)  # pyright: ignore[reportUnknownLambdaType]
+
+
+def test_arguments_of_all_kinds_are_copied_as_they_are() -> None:
+    """Of several dtypes together, empty, without dimensions, not whole, and conjugated lazily."""
+    draw = torch.Generator().manual_seed(0)
+    make: list[Callable[[], Tensor]] = [
+        lambda: torch.randn(2, 3, generator=draw),
+        lambda: torch.randn(3, 2, generator=draw).t(),
+        lambda: torch.randn(2, 1, generator=draw).bfloat16().expand(2, 3),
+        lambda: torch.randint(0, 9, (), generator=draw),
+        lambda: torch.randn(4, generator=draw) > 0,
+        lambda: torch.randn(0, 5, generator=draw),
+        lambda: torch.randn(2, dtype=torch.complex64, generator=draw).conj(),
+    ]
+    args = [m() for m in make]
+    captured = capture(lambda *xs: tuple(x.clone() for x in xs), args, strict=False)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType, reportUnknownVariableType]
+    for _ in range(2):
+        args = [m() for m in make]
+        for found, expected in zip(captured(*args), args, strict=True):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+
+
+def test_buffers_may_come_back_in_another_order() -> None:
+    x, y = torch.arange(4.0).view(2, 2), torch.ones(2, 2)
+    captured = capture(lambda x, y: (x + 0, y + 0), (x, y))  # pyright: ignore[reportUnknownLambdaType]
+    captured(x, 2 * y)
+    own = captured._arguments.static  # pyright: ignore[reportPrivateUsage]
+    found = captured(own[1], own[0].t())
+    assert torch.equal(found[0], 2 * y)
+    assert torch.equal(found[1], x.t())
