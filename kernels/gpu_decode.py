@@ -47,12 +47,64 @@ def _head(x, y, cos, sin, scale, eps, D: tl.constexpr, ROTARY: tl.constexpr):
 
 
 @triton.jit
-def _with(raw, v, acc, top, total, SCALE: tl.constexpr):
-    """One key more: each row's score before scaling, -inf where hidden, and its value [rows, columns]."""
+def _with(is_seen, raw, v, acc, top, total, SCALE: tl.constexpr):
+    """One key more, if it is seen: each row's score before scaling and its value [rows, columns]."""
+    raw, v = tl.where(is_seen, raw, float("-inf")), tl.where(is_seen, v, 0.0)
     higher = tl.maximum(top, raw * SCALE)
     shift = tl.where(higher == float("-inf"), 0.0, higher)
     p, shrink = tl.exp2(raw * SCALE - shift), tl.exp2(top - shift)
     return acc * shrink[:, None] + rounded(p, v.dtype).to(tl.float32)[:, None] * v, higher, total * shrink + p
+
+
+@triton.jit
+def _angles(cos, sin, b, d, D: tl.constexpr, ROTARY: tl.constexpr):
+    """Of the elements d of a head [1, columns]: cosines, and sines with the sign by which the other of a pair joins."""
+    cosine, sine = 1.0, 0.0
+    if ROTARY:
+        cosine = tl.load(cos + b * D + d)[None, :]
+        sine = tl.load(sin + b * D + d)
+        sine = tl.where(d < D // 2, -sine, sine)[None, :]
+    return cosine, sine
+
+
+@triton.jit
+def _projected(
+    q_at, k_at, v_at, mine, cos, sin, qk_scale, eps, k_dtype: tl.constexpr, v_dtype: tl.constexpr, D: tl.constexpr,
+    ROTARY: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Each row's query, its key and value as the arenas hold them, and query times key. All are asked for before the
+    first is used."""
+    q, q_other = _pairs(q_at, mine, D, ROTARY, WIDTH)
+    k, k_other = _pairs(k_at, mine, D, ROTARY, WIDTH)
+    v, _ = _pairs(v_at, mine, D, False, WIDTH)
+    q = _head(q, q_other, cos, sin, qk_scale, eps, D, ROTARY)
+    k = in_arena(_head(k, k_other, cos, sin, 1.0, eps, D, ROTARY).to(tl.float32), k_dtype)
+    score = tl.sum(q.to(tl.float32) * k.to(q.dtype).to(tl.float32), 1)
+    return q, k, in_arena(v.to(tl.float32), v_dtype), score
+
+
+@triton.jit
+def _write(k, v, new, value, once):
+    tl.store(k, new, mask=once)
+    tl.store(v, value, mask=once)
+
+
+@triton.jit
+def _older(q_RC, j, k_SC, v_SC, i, oldest, acc, top, total, has_new, SCALE: tl.constexpr):
+    """A tile's keys from position `oldest` to below i into the running sums, and whether i has a place so far."""
+    raw = dot(q_RC, k_SC.T, tl.zeros([q_RC.shape[0], k_SC.shape[0]], tl.float32))
+    seen = ((j >= oldest) & (j < i))[None, :]
+    acc, top, total = absorb(tl.where(seen, raw, float("-inf")), v_SC, acc, top, total, SCALE)
+    return acc, top, total, has_new | (tl.max(((j == i) & (j >= 0)).to(tl.int32)) > 0)
+
+
+@triton.jit
+def _leave_gated(out, gate, n, d, mine, acc, total, eps, dtype: tl.constexpr, D: tl.constexpr):
+    """Stores a program's heads, normed and gated; `out` and `gate` are those of its sequence."""
+    o = rounded(tl.where(mine, acc / tl.where(total == 0, 1.0, total)[:, None], 0.0), dtype).to(tl.float32)
+    g = tl.load(gate + n[:, None] * D + d[None, :], mask=mine, other=0.0).to(tl.float32)
+    o = gated_heads(o, g, eps, D)
+    tl.store(out + n[:, None] * D + d[None, :], rounded(o, out.dtype.element_ty), mask=mine)
 
 
 @triton.jit(do_not_specialize=["splits", "S"])
@@ -66,71 +118,45 @@ def _decode_kernel(
 ):  # fmt: skip
     """A split's tiles for TOGETHER KV heads of a sequence; rows and columns as in gpu_attention's `_split_kernel`."""
     split, head, b = tl.program_id(0), tl.program_id(1) * TOGETHER, tl.program_id(2).to(tl.int64)
-    r, c = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    own, d = r // GROUP, c % D
-    real = own < TOGETHER
-    mine = real[:, None] & (c // D == own[:, None])
-    n = (head + own) * GROUP + r % GROUP
-    i = tl.load(q_pos + b).to(tl.int32)
-    to = tl.load(write + b)
+    dtype: tl.constexpr = q.dtype.element_ty
+    r, d = tl.arange(0, ROWS), tl.arange(0, WIDTH) % D
+    own, kv_head = r // GROUP, head + r // GROUP
+    real, n = own < TOGETHER, kv_head * GROUP + r % GROUP
+    mine = real[:, None] & (tl.arange(0, WIDTH) // D == own[:, None])
+    i, to = tl.load(q_pos + b).to(tl.int32), tl.load(write + b)
     oldest = tl.maximum(i - WINDOW + 1, 0) if WINDOW else 0
-    k_pos += b * S
-    table += b * (S // BLOCK)
-    cosine, sine = 1.0, 0.0
-    if ROTARY:
-        cosine = tl.load(cos + b * D + d)[None, :]
-        sine = tl.load(sin + b * D + d)
-        sine = tl.where(d < D // 2, -sine, sine)[None, :]
+    k_pos, table = k_pos + b * S, table + b * (S // BLOCK)
+    cosine, sine = _angles(cos, sin, b, d, D, ROTARY)
     if ONE:
         j, k_SC, v_SC = read_tile(
-            k, v, table, k_pos, split, S, oldest, i - 1, head, q.dtype.element_ty, HEADS, D, BLOCK, TOGETHER,
-            WIDTH, TILE,
-        )  # fmt: skip
+            k, v, table, k_pos, split, S, oldest, i - 1, head, dtype, HEADS, D, BLOCK, TOGETHER, WIDTH, TILE
+        )
     else:
         first, last = seen_tiles(k_pos, split, splits, tl.cdiv(S, TILE), S, oldest, i, TILE, SCAN)
     inputs_ready(PDL)
-    # All are asked for before the first is used.
-    dtype: tl.constexpr = q.dtype.element_ty
-    q_RC, q_other = _pairs(q + b * q_row + n * D, mine, D, ROTARY, WIDTH)
-    new, new_other = _pairs(k_new + b * k_row + (head + own) * D, mine, D, ROTARY, WIDTH)
-    value, _ = _pairs(v_new + b * v_row + (head + own) * D, mine, D, False, WIDTH)
-    q_RC = _head(q_RC, q_other, cosine, sine, qk_scale, eps, D, ROTARY)
-    new = in_arena(_head(new, new_other, cosine, sine, 1.0, eps, D, ROTARY).to(tl.float32), k.dtype.element_ty)
-    value = in_arena(value.to(tl.float32), v.dtype.element_ty)
+    q_RC, new, value, score = _projected(
+        q + b * q_row + n * D, k_new + b * k_row + kv_head * D, v_new + b * v_row + kv_head * D, mine, cosine, sine,
+        qk_scale, eps, k.dtype.element_ty, v.dtype.element_ty, D, ROTARY, WIDTH,
+    )  # fmt: skip
     if split == 0:
-        place, once = to * (HEADS * D) + (head + own)[:, None] * D + d[None, :], mine & (r % GROUP == 0)[:, None]
-        tl.store(k + place, new, mask=once)
-        tl.store(v + place, value, mask=once)
-    score = tl.sum(q_RC.to(tl.float32) * new.to(dtype).to(tl.float32), 1)
-    value = value.to(dtype)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+        place, once = to * (HEADS * D) + kv_head[:, None] * D + d[None, :], mine & (r % GROUP == 0)[:, None]
+        _write(k + place, v + place, new, value, once)
+    acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
+    top, has_new = tl.full([ROWS], float("-inf"), tl.float32), i != i
     if ONE:
-        raw = dot(q_RC, k_SC.T, tl.zeros([ROWS, TILE], tl.float32))
-        seen = ((j >= oldest) & (j < i))[None, :]
-        acc, top, total = absorb(tl.where(seen, raw, float("-inf")), v_SC, acc, top, total, SCALE)
-        has_new = tl.max(((j == i) & (j >= 0)).to(tl.int32)) > 0
+        acc, top, total, has_new = _older(q_RC, j, k_SC, v_SC, i, oldest, acc, top, total, has_new, SCALE)
     else:
-        has_new = i != i  # not yet
         for step in tl.range(bound(first), bound(last + 1), num_stages=STAGES):
+            tile = split + step * splits
             j, k_SC, v_SC = read_tile(
-                k, v, table, k_pos, split + step * splits, S, oldest, i - 1, head, dtype, HEADS, D, BLOCK, TOGETHER,
-                WIDTH, TILE,
-            )  # fmt: skip
-            raw = dot(q_RC, k_SC.T, tl.zeros([ROWS, TILE], tl.float32))
-            seen = ((j >= oldest) & (j < i))[None, :]
-            acc, top, total = absorb(tl.where(seen, raw, float("-inf")), v_SC, acc, top, total, SCALE)
-            has_new = has_new | (tl.max(((j == i) & (j >= 0)).to(tl.int32)) > 0)
-    score, value = tl.where(has_new, score, float("-inf")), tl.where(has_new, value, 0.0)
-    acc, top, total = _with(score, value, acc, top, total, SCALE)
-    row = b * (HEADS * GROUP) + n
+                k, v, table, k_pos, tile, S, oldest, i - 1, head, dtype, HEADS, D, BLOCK, TOGETHER, WIDTH, TILE
+            )
+            acc, top, total, has_new = _older(q_RC, j, k_SC, v_SC, i, oldest, acc, top, total, has_new, SCALE)
+    acc, top, total = _with(has_new, score, value.to(dtype), acc, top, total, SCALE)
     if PARTS:
-        leave(out, sums, row, split, splits, real, mine, d, acc, top, total, D, True)
+        leave(out, sums, b * (HEADS * GROUP) + n, split, splits, real, mine, d, acc, top, total, D, True)
     else:
-        o = rounded(tl.where(mine, acc / tl.where(total == 0, 1.0, total)[:, None], 0.0), dtype).to(tl.float32)
-        g = tl.load(gate + b * gate_row + n[:, None] * D + d[None, :], mask=mine, other=0.0).to(tl.float32)
-        o = gated_heads(o, g, eps, D)
-        tl.store(out + row[:, None] * D + d[None, :], rounded(o, out.dtype.element_ty), mask=mine)
+        _leave_gated(out + b * (HEADS * GROUP * D), gate + b * gate_row, n, d, mine, acc, total, eps, dtype, D)
 
 
 def why_not(rows: Projected, k_arena: Tensor, v_arena: Tensor, at: Context, dtype: torch.dtype) -> str:
