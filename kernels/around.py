@@ -28,7 +28,7 @@ def embedding(table_VH: Tensor, ids: Tensor, first: int = 0) -> Tensor:
 def rotary_of(pos_BT: Tensor, head_dim: int, theta: float) -> Rotary:
     """The angles of pairs at these positions; on a device their frequencies are kept."""
     form = triton_form(pos_BT.device)
-    if form and pos_BT.dtype == torch.int64:
+    if form:
         return form.rotary(pos_BT, head_dim, theta)
     return rotary_at(pos_BT, rotary_frequencies(head_dim, theta, pos_BT.device))
 

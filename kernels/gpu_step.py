@@ -191,7 +191,7 @@ def capped(z: Tensor, multiplier: float, cap: float) -> Tensor:
 
 
 def rotary(pos_BT: Tensor, head_dim: int, theta: float) -> Rotary:
-    """`around.rotary_of`: int64 [B, T]; the frequencies are kept."""
+    """`around.rotary_of`: integers [B, T]; the frequencies are kept."""
     by, pos = frequencies(head_dim, theta, pos_BT.device), pos_BT.contiguous()
     cos, sin = (torch.empty(*pos.shape, 1, head_dim, dtype=torch.float32, device=pos.device) for _ in "cs")
     if cos.numel():

@@ -189,10 +189,9 @@ def test_every_kernel_is_compiled_and_fits_the_device(tmp_path: Path) -> None:
         assert {f["kernel"] for f in found if f["file"] == file} == kernels_in(file), file
     for f in found:  # no loop goes to memory for want of registers, but twice a turn in MXFP4's largest tiles
         is_largest = (f["constants"].get("FORMAT"), f["constants"].get("ROWS")) == (1, 128)
-        if f["kernel"] == "_rotary_kernel":
-            continue  # sines of large angles are found with an array, which lies in a thread's own memory
-        assert f["spilled"] <= 2 * is_largest, f
-        assert f["STACK"] <= (256 if is_largest else 8), f
+        has_sines = f["kernel"] == "_rotary_kernel"  # large angles are reduced with an array in a thread's own memory
+        assert f["spilled"] <= 2 * is_largest + has_sines, f
+        assert f["STACK"] <= (256 if is_largest else 64 if has_sines else 8), f
         assert f["LOCAL"] == 0, f
         for told, seconds in f["told"]:
             assert told.startswith(f["kernel"] + "("), f

@@ -88,7 +88,7 @@ def test_the_cap_is_exact_near_0_and_falls_nowhere() -> None:
 def test_angles_are_the_plain_ones(seed: int, width: int, shape: tuple[int, int], theta: float) -> None:
     pos = torch.randint(0, 1_000_000, shape, generator=torch.Generator().manual_seed(seed))
     pos.view(-1)[0] = 0
-    for wide in (pos, torch.cat([pos, pos], 1)[:, : shape[1]]):
+    for wide in (pos, pos.int(), torch.cat([pos, pos], 1)[:, : shape[1]]):
         for found, expected in zip(gpu_step.rotary(wide, width, theta), rotary_angles(pos, width, theta), strict=True):
             assert found.shape == expected.shape
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-7)
