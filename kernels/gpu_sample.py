@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import inputs_ready, overlaps
+from muse_fn.kernels.gpu import inputs_ready, options
 
 BLOCK = 1024  # ids of a program: 8 a thread, four random pairs
 MOST = BLOCK * 1024  # ids of a row
@@ -220,7 +220,7 @@ def gumbel(keys: Tensor, count: int, start: int = 0) -> Tensor:
     if out.numel():
         grid = len(rows), triton.cdiv(count + start % 2, BLOCK)
         constants = {"COUNT": count, "ODD": start % 2, "WIDTH": BLOCK}
-        _gumbel_kernel[grid](rows, out, start // 2, **constants, **_launch(keys.device))
+        _gumbel_kernel[grid](rows, out, start // 2, **constants, **options(keys.device))
     return out
 
 
@@ -237,7 +237,7 @@ def tops(logits_BV: Tensor, start: int = 0, allowed: Tensor | None = None) -> Te
         _tops_kernel[rows, count](
             *(logits, mask, out, start, logits.stride(0), 0 if mask is None else mask.stride(0), rows * count),
             **constants,
-            **_launch(logits.device),
+            **options(logits.device),
         )
     return out
 
@@ -263,7 +263,7 @@ def draw(
         _draw_kernel[rows, count](
             *(logits, mask, tops_P3BC, temperature_B.contiguous(), key_B.contiguous(), pos_B.contiguous(), out),
             *(start // 2, logits.stride(0), 0 if mask is None else mask.stride(0), rows * count, tops_P3BC.stride(0)),
-            **{**constants, **_compared(tops_P3BC), "ODD": start % 2, **_launch(logits.device)},
+            **{**constants, **_compared(tops_P3BC), "ODD": start % 2, **options(logits.device)},
         )
     return out
 
@@ -277,7 +277,7 @@ def tokens(tops_P3BC: Tensor, drawn_P2BC: Tensor, temperature_B: Tensor, going_B
         _tokens_kernel[(rows,)](
             *(tops_P3BC, drawn_P2BC, temperature_B.contiguous(), None if going_B is None else going_B.contiguous()),
             *(out, rows * count, tops_P3BC.stride(0), drawn_P2BC.stride(0)),
-            **{"HAS_GOING": going_B is not None, **_compared(tops_P3BC), **_launch(out.device), "num_warps": 1},
+            **{"HAS_GOING": going_B is not None, **_compared(tops_P3BC), **options(out.device), "num_warps": 1},
         )
     return out
 
@@ -310,11 +310,6 @@ def rows_of(logits_BV: Tensor, allowed: Tensor | None) -> tuple[tuple[Tensor, Te
 def _compared(tops_P3BC: Tensor) -> dict[str, Any]:
     ranks, _, _, count = tops_P3BC.shape
     return {"COUNT": count, "RANKS": ranks, "PARTS": triton.next_power_of_2(ranks * count)}
-
-
-def _launch(device: torch.device) -> dict[str, Any]:
-    early = overlaps(device)
-    return {"PDL": early, "launch_pdl": early, "num_warps": 4}
 
 
 _STRIDES = dict.fromkeys(("stride", "allowed_stride", "plane"), "i32")

@@ -7,14 +7,14 @@ kernels/around.py.
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # Of the types of kernels pyright sees only their plain Python parameters.
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from muse_fn.kernels.gpu import inputs_ready, overlaps
+from muse_fn.kernels.gpu import inputs_ready, options
 from muse_fn.kernels.norms import Rotary, rotary_frequencies
 
 PLACES = 2048  # positions of the context that a program of `locate_next` writes
@@ -147,7 +147,7 @@ def locate_next(
         *(table_GBN.contiguous(), past_B.contiguous(), count_B.contiguous(), count, write, *found[0], *found[1]),
         *(batch, width, columns, most),
         **{"GROUPS": groups, "EVERY": triton.next_power_of_2(groups), "WHOLE": whole, "WINDOW": window},
-        **{"SIZE": block_size, "WITHIN": triton.next_power_of_2(block_size), "TILE": tile, **_launch(past_B.device)},
+        **{"SIZE": block_size, "WITHIN": triton.next_power_of_2(block_size), "TILE": tile, **options(past_B.device)},
     )
     read = [(blocks, context.pos_BS) for context in found for blocks in context.blocks_GBC.unbind()]
     return count, [(rows, *of_group) for rows, of_group in zip(write.unbind(), read, strict=True)]
@@ -168,7 +168,7 @@ def embedding(table_VH: Tensor, ids: Tensor, first: int = 0) -> Tensor:
     if out.numel():
         count, width = table_VH.shape
         _embedding_kernel[ids.numel(), triton.cdiv(width, BLOCK)](
-            table_VH, ids.contiguous(), out, first, count, WIDTH=width, BLOCK=BLOCK, **_launch(ids.device)
+            table_VH, ids.contiguous(), out, first, count, WIDTH=width, BLOCK=BLOCK, **options(ids.device)
         )
     return out
 
@@ -185,7 +185,7 @@ def capped(z: Tensor, multiplier: float, cap: float) -> Tensor:
     if out.numel():
         _capped_kernel[(triton.cdiv(z.numel(), BLOCK),)](
             *(z.contiguous(), out, z.numel(), float(multiplier), float(cap)),
-            **{"CAPPED": cap != 0, "BLOCK": BLOCK, **_launch(z.device)},
+            **{"CAPPED": cap != 0, "BLOCK": BLOCK, **options(z.device)},
         )
     return out
 
@@ -197,7 +197,7 @@ def rotary(pos_BT: Tensor, head_dim: int, theta: float) -> Rotary:
     if cos.numel():
         width = triton.next_power_of_2(head_dim)
         rows = max(1, BLOCK // width)
-        constants = {"D": head_dim, "WIDTH": width, "ROWS": rows, **_launch(pos.device)}
+        constants = {"D": head_dim, "WIDTH": width, "ROWS": rows, **options(pos.device)}
         _rotary_kernel[(triton.cdiv(pos.numel(), rows),)](pos, by, cos, sin, pos.numel(), **constants)
     return Rotary(cos, sin)
 
@@ -208,7 +208,7 @@ def advanced(past_B: Tensor, count_B: Tensor, tokens_B: Tensor) -> tuple[Tensor,
     if rows := past_B.numel():
         _advance_kernel[(triton.cdiv(rows, BLOCK),)](
             *(past_B.contiguous(), count_B.contiguous(), tokens_B, past, going, rows, tokens_B.stride(0)),
-            **{"BLOCK": BLOCK, **_launch(past_B.device)},
+            **{"BLOCK": BLOCK, **options(past_B.device)},
         )
     return past, going
 
@@ -218,11 +218,6 @@ def frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
     """`norms.rotary_frequencies`, worked out once: a captured step was run before its capture."""
     with torch.inference_mode(False):
         return rotary_frequencies(head_dim, theta, device)
-
-
-def _launch(device: torch.device) -> dict[str, Any]:
-    early = overlaps(device)
-    return {"PDL": early, "launch_pdl": early, "num_warps": 4}
 
 
 _OPTIONS = {"num_warps": 4, "launch_pdl": True}
