@@ -25,7 +25,6 @@ STAGES, STAGES_OF_MANY = 7, 5  # half of positions and tables, then of K and V: 
 PROGRAMS = 2  # per processor
 SMALL_PROGRAMS = 5  # the same if none has more than one tile: nothing is then gained by having more than one on its way
 FEWEST_KEYS = 64  # of a program; a short context waits for one tile and not for two
-HALVES = 2  # into how many a tile is cut again, for as many times the warps, where processors suffice twice for it
 SCANNED = 4096  # positions that a program looks at together
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST_FLOAT8 = (8, 9)  # compute capability from which float8 is converted
@@ -231,14 +230,14 @@ def cut(q_BTND: Tensor, k_arena: Tensor, keys: int) -> tuple[int, tuple[int, int
     (batch, length, count, width), (block, heads), device = q_BTND.shape, k_arena.shape[1:3], q_BTND.device
     # Products of float32 take registers, not tensor cores: tiles half as long.
     itemsize = 2 * q_BTND.itemsize if q_BTND.dtype == torch.float32 else k_arena.itemsize
-    shape = shape_of(length, count // heads, heads, width, itemsize)
-    grid, fewest = (heads // shape["TOGETHER"], batch), FEWEST_KEYS
-    programs, smaller = math.prod(grid), shape["TILE"] // HALVES
-    if smaller >= 16 and programs * -(-keys // smaller) * HALVES <= processors(device):
-        shape |= {"TILE": smaller, "num_warps": HALVES * WARPS}
-        fewest //= HALVES
-    tile = shape["TILE"]
-    tiles, most = -(-keys // tile), -(-keys // max(fewest, tile))
+    # Processors for all tiles of one KV head each: longer tiles, so fewer parts to merge.
+    apart = shape_of(length, count // heads, 1, width, itemsize)
+    if batch * heads * -(-keys // apart["TILE"]) <= processors(device):
+        shape = apart | {"HEADS": heads}
+    else:
+        shape = shape_of(length, count // heads, heads, width, itemsize)
+    grid, tile = (heads // shape["TOGETHER"], batch), shape["TILE"]
+    programs, tiles, most = math.prod(grid), -(-keys // tile), -(-keys // max(FEWEST_KEYS, tile))
     each = SMALL_PROGRAMS if most == tiles and programs * most <= SMALL_PROGRAMS * processors(device) else PROGRAMS
     splits = split_count(programs, batch * length * count, width, most, device, each)
     scan = min(triton.next_power_of_2(-(-tiles // splits)), SCANNED // tile)

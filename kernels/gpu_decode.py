@@ -214,7 +214,7 @@ _TYPES = {
     **dict.fromkeys(("write", "table", "q_pos", "k_pos"), "*i64"),
     **{"S": "i32", "splits": "i32", "qk_scale": "fp32", "eps": "fp32"},
 }
-_SHAPE = shape_of(1, 8, 2, 64, 2)
+_SHAPE, _APART = shape_of(1, 8, 2, 64, 2), {**shape_of(1, 8, 1, 64, 2), "HEADS": 2}
 _ONE, _MORE = {"SCAN": 1, "PARTS": True, "ONE": True}, {"SCAN": 32, "PARTS": True, "ONE": False}
 _STRIDES = dict.fromkeys(("q_row", "k_row", "v_row", "gate_row"), 2304)
 COMPILED = [  # kernel, types of its arguments, constants, options: as for a card's share of the released model
@@ -222,13 +222,13 @@ COMPILED = [  # kernel, types of its arguments, constants, options: as for a car
         _decode_kernel,
         {**_TYPES, "k": cache, "v": cache, "out": "*fp32" if constants["PARTS"] else "*bf16"},
         {**sizes, **_STRIDES, **constants, "PDL": True},
-        {"num_warps": warps, "launch_pdl": True},
+        {"num_warps": WARPS, "launch_pdl": True},
     )
-    for warps, sizes, cache, constants in (
-        (2 * WARPS, {**_SHAPE, "TILE": 32}, "*bf16", {**_ONE, "BLOCK": 128, "WINDOW": 2048, "ROTARY": True}),
-        (WARPS, _SHAPE, "*bf16", {**_ONE, "BLOCK": 128, "WINDOW": 2048, "ROTARY": True}),
-        (WARPS, _SHAPE, "*bf16", {**_MORE, "BLOCK": 128, "WINDOW": 0, "ROTARY": False}),
-        (WARPS, _SHAPE, "*bf16", {**_MORE, "BLOCK": 128, "WINDOW": 2048, "ROTARY": True, "PARTS": False}),
-        (WARPS, shape_of(1, 8, 2, 64, 1), "*fp8e4nv", {**_MORE, "BLOCK": 16, "WINDOW": 2048, "ROTARY": True}),
+    for sizes, cache, constants in (
+        (_APART, "*bf16", {**_ONE, "BLOCK": 128, "WINDOW": 2048, "ROTARY": True}),
+        (_SHAPE, "*bf16", {**_ONE, "BLOCK": 128, "WINDOW": 2048, "ROTARY": True}),
+        (_SHAPE, "*bf16", {**_MORE, "BLOCK": 128, "WINDOW": 0, "ROTARY": False}),
+        (_SHAPE, "*bf16", {**_MORE, "BLOCK": 128, "WINDOW": 2048, "ROTARY": True, "PARTS": False}),
+        (shape_of(1, 8, 2, 64, 1), "*fp8e4nv", {**_MORE, "BLOCK": 16, "WINDOW": 2048, "ROTARY": True}),
     )
 ]

@@ -1,16 +1,14 @@
 """Products of few rows with plain matrices by Triton: every weight is read once, several matrices in one launch.
 
 One row, and up to FEW of a float32 matrix: a program sums a few rows of the matrix in float32; its first weights are on
-their way before the inputs are there. More rows: bfloat16 matrices on tensor cores, each warp a part of the inputs;
-float32 matrices by float32 sums, since to split each factor into parts for tensor cores would take more instructions
-than these few products do. Above MOST_ROWS, and for large matrices above one row, the library's matrix product reads
-weights about as fast.
+their way before the inputs are there. More rows: bfloat16 matrices on tensor cores, each warp a part of the inputs,
+small ones from registers (kernels/gpu_direct.py); float32 matrices by float32 sums, since to split each factor into
+parts for tensor cores would take more instructions than these few products do. Above MOST_ROWS, and for large matrices
+above one row, the library's matrix product reads weights about as fast.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,32 +17,12 @@ from torch import Tensor
 
 from muse_fn.kernels import gpu_exact, reference
 from muse_fn.kernels.gpu import dot, inputs_ready, overlaps, processors, rounded
+from muse_fn.kernels.gpu_direct import direct
+from muse_fn.kernels.gpu_linear_form import MOST_ROWS, form_of, most_registers
 from muse_fn.kernels.packed import Weight
 
-MOST_ROWS = 16
-FLOAT_REGISTERS = 168  # of a thread: with what the compiler takes by itself it reads float32 matrices late
 MOST_MATRICES = 4
 LIBRARY_OUTPUTS = 1 << 16  # of a bfloat16 matrix and more than one row from which on the library is faster
-
-# One row of inputs, or up to FEW.
-FEW = 4
-OUT, STEP = 2, 2048  # rows of a matrix for each program, and inputs of each at once; more rows if there are fewer
-WARPS = 4
-# One row: up to so many times the inputs at once, so that all weights of a program are on their way before the inputs
-# are there, and warps of wider programs.
-TIMES, MORE_WARPS = 4, 8
-
-# More of them.
-FLOAT_OUTS, FLOAT_STEP = (4, 8), 1024  # the same for a float32 matrix: the second where two programs share its rows
-TOKENS = 8  # rows of inputs for such a program
-BLOCK = 16  # rows of a bfloat16 matrix in a product
-DOT_OUTS = (4, 6, 8, 10, 12, 14, 16)  # of these, rows that one program may take
-# Warps, and inputs that each takes at once: of a program among several on a multiprocessor, of one alone there, and
-# beside float32 sums.
-AMONG, BY_ITSELF, BESIDE_SUMS = (4, 128), (4, 256), (8, 64)
-MOST_STAGES = 7  # such steps on their way to a program at once
-HELD = (192 << 10, 96 << 10)  # most bytes of them: of a program, or of each where multiprocessors have several
-ALONE = 1.8  # how much faster a multiprocessor reads while others do not than while all do
 
 
 @triton.jit
@@ -174,7 +152,7 @@ def _linears_kernel(
     x_ptr, half_ptr, w0_ptr, w1_ptr, w2_ptr, w3_ptr, y0_ptr, y1_ptr, y2_ptr, y3_ptr, n0, n1, n2, n3, T, out,
     K: tl.constexpr, FLOATS: tl.constexpr, MATRICES: tl.constexpr, OUT: tl.constexpr, TOKENS: tl.constexpr,
     STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DOT_STEP: tl.constexpr, WARPS: tl.constexpr,
-    STAGES: tl.constexpr, FLOAT_STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, FLOAT_STAGES: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FLOATS float32 matrices first, which take the inputs x, then bfloat16 ones, which take `half`. Those of a dtype
     share their instructions, for which each processor waits anew."""
@@ -192,93 +170,15 @@ def _linears_kernel(
                 _few_rows(x_ptr, w_ptr, y_ptr, place * OUT, n, T, K, OUT, TOKENS, STEP, PDL)
     if FLOATS < MATRICES:
         if at >= floats:
-            each: tl.constexpr = 0 if BLOCK else OUT
+            each: tl.constexpr = 0 if BLOCK or CHUNKS else OUT
             m_ptr, to_ptr, m, its, _ = _find(ws, ys, ns, at - floats, T, out, FLOATS, MATRICES, each, TOKENS)
-            if BLOCK:
+            if CHUNKS:
+                direct(half_ptr, m_ptr, to_ptr, its * out, m, T, K, WARPS, CHUNKS, PDL)
+            elif BLOCK:
                 inputs_ready(PDL)
                 _dots(half_ptr, m_ptr, to_ptr, its * out, m, T, out, K, ROWS, BLOCK, DOT_STEP, WARPS, STAGES)
             else:
                 _few_rows(half_ptr, m_ptr, to_ptr, its * OUT, m, T, K, OUT, TOKENS, STEP, PDL)
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-class Form(NamedTuple):
-    """How a launch is divided: a runtime argument of the kernel, then its constants."""
-
-    out: int  # rows of a bfloat16 matrix for each program, where it is multiplied on tensor cores
-    OUT: int  # the same of any other
-    TOKENS: int = 1  # rows of inputs for such a program
-    STEP: int = 1
-    ROWS: int = 1  # rows of inputs in a product on tensor cores
-    BLOCK: int = 0  # rows of a matrix there; 0 if there are no such products
-    DOT_STEP: int = 1
-    WARPS: int = WARPS
-    STAGES: int = 1  # one more than what is held at once
-    FLOAT_STAGES: int = 0  # 0 where float32 matrices too are summed a few rows at once
-
-    def programs(self, w: tuple[int, bool], count: int) -> int:
-        """Of a matrix: its rows, and whether it is float32."""
-        rows, is_float = w
-        return cdiv(rows, self.OUT) * cdiv(count, self.TOKENS) if is_float or not self.BLOCK else cdiv(rows, self.out)
-
-
-def few_rows(width: int, count: int) -> Form:
-    """Of up to FEW rows of inputs: as many weights for each thread whatever the width."""
-    if count == 1:
-        step = min(max(8, triton.next_power_of_2(width)), TIMES * STEP)
-        warps = MORE_WARPS if step > STEP else WARPS
-        return Form(1, OUT * STEP * warps // (WARPS * step), 1, step, WARPS=warps)
-    step = min(max(8, triton.next_power_of_2(width)), STEP)
-    return Form(1, OUT * STEP // step, FEW, step)
-
-
-@lru_cache
-def more_rows(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: int, processors: int) -> Form:
-    """Of more rows: matrices by their rows and whether they are float32, `count` rows of inputs, whose elements are of
-    x_size bytes for bfloat16 matrices, and of 4 at most for others.
-
-    Programs read all inputs, so larger ones read less altogether, and smaller ones divide it more evenly. What counts
-    is a multiprocessor's share of all that is read, or what the busiest one reads if that takes longer.
-    """
-    rows, few = 8 if count <= 8 else MOST_ROWS, few_rows(width, count)
-    sums = count > FEW and any(is_float for _, is_float in ws)
-    float_out = FLOAT_OUTS[count > TOKENS]
-    float_step = min(max(8, triton.next_power_of_2(width)), FLOAT_STEP)
-
-    def form(out: int) -> Form:
-        made = few._replace(out=out, ROWS=rows, BLOCK=BLOCK)
-        if sums:
-            made = made._replace(OUT=float_out, TOKENS=TOKENS, STEP=float_step)
-        several = sum(made.programs(w, count) for w in ws) > processors
-        held, (warps, step) = HELD[several], BESIDE_SUMS if sums else AMONG if several else BY_ITSELF
-        dots = min(MOST_STAGES, held // (warps * step * (2 * BLOCK + rows * x_size)), cdiv(width, warps * step))
-        floats = min(MOST_STAGES, held // (4 * float_step * (float_out + TOKENS)), cdiv(width, float_step))
-        return made._replace(DOT_STEP=step, WARPS=warps, STAGES=1 + dots, FLOAT_STAGES=(1 + floats) * sums)
-
-    def time(form: Form) -> float:
-        counts = [form.programs(w, count) for w in ws]
-        # Bytes that a program reads in each column.
-        reads = [4 * (form.OUT + form.TOKENS) if is_float else 2 * form.out + count * x_size for _, is_float in ws]
-        total = sum(n * read for n, read in zip(counts, reads, strict=True))
-        busiest = max(cdiv(sum(counts), processors) * total / sum(counts), *reads)
-        return max(total / processors, busiest / ALONE)
-
-    return min(map(form, DOT_OUTS), key=time)
-
-
-def form_of(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: int, processors: int) -> Form:
-    """Of any number of rows; see `more_rows`."""
-    few = count == 1 or (count <= FEW and all(is_float for _, is_float in ws))
-    return few_rows(width, count) if few else more_rows(ws, width, count, x_size, processors)
-
-
-def most_registers(ws: tuple[tuple[int, bool], ...]) -> int | None:
-    """What the compiler is told of registers for matrices by their rows and whether they are float32; None: nothing."""
-    return FLOAT_REGISTERS if any(is_float for _, is_float in ws) else None
 
 
 def _launch(x: Tensor, half: Tensor, ws: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
@@ -286,7 +186,8 @@ def _launch(x: Tensor, half: Tensor, ws: Sequence[Tensor], dtype: torch.dtype | 
     (count, width), spare, pdl = rows.shape, MOST_MATRICES - len(ws), overlaps(x.device)
     order = sorted(range(len(ws)), key=lambda i: ws[i].dtype != torch.float32)
     sizes = tuple((len(ws[i]), ws[i].dtype == torch.float32) for i in order)
-    form = form_of(sizes, width, count, half.itemsize, processors(x.device))
+    aligned = all(t.data_ptr() % 16 == 0 for t in (halves, *ws))
+    form = form_of(sizes, width, count, half.itemsize, processors(x.device), aligned)
     found = [torch.empty(count, len(w), dtype=dtype or w.dtype, device=x.device) for w in ws]
     first = order[0]
     _linears_kernel[(sum(form.programs(size, count) for size in sizes),)](
@@ -294,7 +195,7 @@ def _launch(x: Tensor, half: Tensor, ws: Sequence[Tensor], dtype: torch.dtype | 
         *[found[i] for i in order], *[found[first]] * spare,
         *[len(ws[i]) for i in order], *[0] * spare, count,
         **form._asdict(), K=width, FLOATS=sum(is_float for _, is_float in sizes), MATRICES=len(ws),
-        PDL=pdl, launch_pdl=pdl, num_warps=form.WARPS, maxnreg=most_registers(sizes),
+        PDL=pdl, launch_pdl=pdl, num_warps=form.WARPS, maxnreg=most_registers(sizes, form),
     )  # fmt: skip
     return [y.unflatten(0, x.shape[:-1]) for y in found]
 
@@ -370,7 +271,7 @@ def _compiled(
     constants |= {"K": width, "FLOATS": sum(kind == "fp32" for _, kind in ws), "MATRICES": len(ws), "PDL": True} | (
         {"T": 1} if count == 1 else {}
     )
-    options = {"num_warps": form.WARPS, "launch_pdl": True, "maxnreg": most_registers(sizes)}
+    options = {"num_warps": form.WARPS, "launch_pdl": True, "maxnreg": most_registers(sizes, form)}
     return _linears_kernel, types, constants, options
 
 

@@ -17,6 +17,7 @@ from muse_fn.kernels import (
     gpu_experts,
     gpu_heads,
     gpu_linear,
+    gpu_linear_form,
     gpu_merge,
     gpu_pieces,
     gpu_prefill,
@@ -194,7 +195,7 @@ def linears(
     x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None, *, rounded: Tensor | tuple[()] = ()
 ) -> tuple[Tensor, ...]:
     """pieces.linears. For many rows the library's product is no lesser form: nothing is said of it."""
-    if 0 < x.numel() // max(1, x.shape[-1]) <= gpu_linear.MOST_ROWS and (why := gpu_linear.why_not(x, ws)):
+    if 0 < x.numel() // max(1, x.shape[-1]) <= gpu_linear_form.MOST_ROWS and (why := gpu_linear.why_not(x, ws)):
         _say("linears", why)
     return gpu_linear.linears(x, ws, dtype, rounded=rounded)
 

@@ -97,7 +97,7 @@ def _bytes(x):
 
 
 @triton.jit
-def _own_words(pointers, own):
+def own_words(pointers, own):
     """Four int32 from each address where `own` is not 0, else zeros: [...] -> [..., 2, 2]."""
     if INTERPRETED:
         at = pointers.to(tl.pointer_type(tl.int32))
@@ -113,7 +113,7 @@ def _own_words(pointers, own):
 
 
 @triton.jit
-def _words(pointers):
+def words(pointers):
     """Four int32 from each address: [...] -> [..., 2, 2]."""
     if INTERPRETED:
         a, b, c, d = tl.load(pointers), tl.load(pointers + 1), tl.load(pointers + 2), tl.load(pointers + 3)
@@ -197,10 +197,10 @@ def _block_sums(codes, table, x, S: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _inputs(words, S: tl.constexpr):
+def _inputs(both, S: tl.constexpr):
     """Inputs of 16 columns of each block, both parts in the columns of their blocks, words [S, 8, 4, 2, 2] -> int8
     [S, 64, 8] in the order of weights."""
-    x = _bytes(words)  # s, n, q, i, half, byte, byte
+    x = _bytes(both)  # s, n, q, i, half, byte, byte
     return tl.reshape(tl.permute(x, (0, 4, 2, 3, 5, 6, 1)), (S, 64, 8))
 
 
@@ -218,7 +218,7 @@ def _beside(g, scales_at, scales_further, x_at, x_scales_at, own, FORMAT: tl.con
     """What group g needs beside its codes: of the first and the last 16 weights of each block the scales, the inputs
     and their scales."""
     scales = _scales(scales_at + g * 4 * FORMAT + scales_further, FORMAT)
-    inputs = _own_words(x_at + g * 128, own), _own_words(x_at + g * 128 + 16, own)
+    inputs = own_words(x_at + g * 128, own), own_words(x_at + g * 128 + 16, own)
     return scales, inputs, (tl.load(x_scales_at + g * 8), tl.load(x_scales_at + g * 8 + 1))
 
 
@@ -261,7 +261,7 @@ def product(
     own = ((n >> 1) == q[None, None, :]).to(tl.int32) + s * 0
     x_at = x_ptr + (n & 1) * K + s * (K // S) + q[None, None, :] * 32
     x_scales_at = (x_ptr + 2 * K).to(tl.pointer_type(tl.float32)) + s * (K // 16 // S) + q[None, None, :] * 2
-    codes = _words(at + further)
+    codes = words(at + further)
     inputs_ready(PDL)
     table = _table()
     acc = tl.zeros((S, BN, 4), tl.float32)
@@ -269,11 +269,11 @@ def product(
     # Two groups a turn, so that each has registers of its own for what is read while the other is multiplied.
     for turn in range(GROUPS // 2):
         g = 2 * turn + 1
-        other_codes = _words(at + g * 16 + further)
+        other_codes = words(at + g * 16 + further)
         other_beside = _beside(g, scales_at, scales_further, x_at, x_scales_at, own, FORMAT)
         acc = _add(acc, codes, beside, table, FORMAT, BN, S)
         g = tl.minimum(g + 1, GROUPS - 1)
-        codes = _words(at + g * 16 + further)
+        codes = words(at + g * 16 + further)
         beside = _beside(g, scales_at, scales_further, x_at, x_scales_at, own, FORMAT)
         acc = _add(acc, other_codes, other_beside, table, FORMAT, BN, S)
     if GROUPS % 2 == 1:

@@ -97,6 +97,7 @@ def instructions(ptx: str) -> Facts:
         "copies": Counter(int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.shared\.\S+ .*?, (0x\w+)", ptx)),
         "unwaited": can_end_unwaited(ptx),
         "early": len(re.findall(r"@p ld\.global", ptx.rpartition("griddepcontrol.wait")[0])),
+        "early_wide": len(re.findall(r"ld\.global\.v4\.b32", ptx.rpartition("griddepcontrol.wait")[0])),
         "wide": Counter(re.findall(r"ld\.global(\.L2::256B)?\.v4\.b32", ptx)),
     }
 
@@ -212,6 +213,10 @@ def test_every_kernel_is_compiled_and_fits_the_device(tmp_path: Path) -> None:
     assert {(f["constants"]["FORMAT"], f["constants"]["S"]) for f in alone} == {(1, 4), (1, 8), (2, 4), (2, 8)}
     for f in alone:
         check_alone(f)
+    small = [f for f in found if f["constants"].get("CHUNKS")]
+    assert {(f["constants"]["K"], f["constants"]["FLOATS"]) for f in small} == {(8192, 1), (4096, 0)}
+    for f in small:
+        check_direct(f)
 
 
 def check_alone(f: Facts) -> None:
@@ -224,6 +229,19 @@ def check_alone(f: Facts) -> None:
     assert f["wgmma"] == f["stores_between"] == 0, f
     assert f["wide"].get("", 0) >= rows // 8, f
     assert f["early"] == 0, f
+
+
+def check_direct(f: Facts) -> None:
+    """That weights read by 16 bytes stay in the registers that they came to, and that two groups of them are on their
+    way before the inputs are there, but no inputs."""
+    c = f["constants"]
+    each = 2 * c["K"] // c["WARPS"] // 32  # products of 16 inputs
+    assert f["mma"] == each, f
+    assert f["wgmma"] == f["stores_between"] == 0, f
+    assert f["wide"].get("", 0) >= each, f
+    if not c["FLOATS"]:
+        assert f["early"] == 0, f
+        assert f["early_wide"] == 2 * c["CHUNKS"], f
 
 
 def check_product(f: Facts) -> None:

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muse_fn.kernels import gpu_linear, reference
-from muse_fn.kernels.gpu_linear import FEW, MOST_ROWS, few_rows, linear, linears, more_rows, why_not
+from muse_fn.kernels import gpu_direct, gpu_linear, gpu_linear_form, reference
+from muse_fn.kernels.gpu_linear import linear, linears, why_not
+from muse_fn.kernels.gpu_linear_form import FEW, MOST_ROWS, few_rows, form_of, more_rows
 from muse_fn.kernels.packed import quantise_mxfp4
 from tests.models import SEEDS, close
 
@@ -27,7 +28,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several steps and programs in small matrices."""
     ways = {"AMONG": (2, 64), "BY_ITSELF": (2, 32), "BESIDE_SUMS": (1, 64)}
     for name, value in {"STEP": 32, "FLOAT_STEP": 32, "DOT_OUTS": (6, 16), **ways}.items():
-        monkeypatch.setattr(gpu_linear, name, value)
+        monkeypatch.setattr(gpu_linear_form, name, value)
     more_rows.cache_clear()
     yield
     more_rows.cache_clear()
@@ -130,7 +131,7 @@ def test_forms_fit_a_multiprocessor(
 ) -> None:
     """What is held at once fits beside as many programs as there may be, and all rows of inputs have a place."""
     form = more_rows(tuple(ws), width, count, x_size, processors)
-    held = gpu_linear.HELD[sum(form.programs(w, count) for w in ws) > processors]
+    held = gpu_linear_form.HELD[sum(form.programs(w, count) for w in ws) > processors]
     assert 1 <= form.out <= form.BLOCK
     assert form.ROWS >= count
     dots = form.WARPS * form.DOT_STEP * (form.BLOCK * 2 + form.ROWS * x_size)
@@ -145,10 +146,74 @@ def test_matrices_are_divided_by_what_is_read() -> None:
     """More rows for each program where that leaves enough of them, fewer where there would be too few."""
     few, many = (more_rows(((rows, False),), 8192, 16, 2, 132).out for rows in (512, 25256))
     assert few < many
-    assert more_rows(((2304, False),), 8192, 2, 2, 132).programs((2304, False), 2) >= 132 / gpu_linear.ALONE - 2
-    for count in (1, FEW):
+    assert more_rows(((2304, False),), 8192, 2, 2, 132).programs((2304, False), 2) >= 132 / gpu_linear_form.ALONE - 2
+    for count, times in ((1, 2), (FEW, 1)):
         narrow, wide = (few_rows(width, count) for width in (1024, 8192))
-        assert narrow.OUT * narrow.STEP / narrow.WARPS == wide.OUT * wide.STEP / wide.WARPS
+        assert times * narrow.OUT * narrow.STEP / narrow.WARPS == wide.OUT * wide.STEP / wide.WARPS
+
+
+DIRECT_WIDTHS = [256, 512, 768, 2048, 4096]  # one group of chunks or several, of 1 to 8 chunks
+
+
+@settings(max_examples=15)
+@given(
+    SEEDS,
+    st.integers(2, gpu_direct.MOST),
+    st.sampled_from(DIRECT_WIDTHS),
+    st.lists(st.integers(1, 11), min_size=1, max_size=2),
+    st.booleans(),
+    st.sampled_from([None, F32]),
+)
+def test_small_matrices_from_registers(
+    seed: int, rows: int, width: int, sizes: list[int], has_floats: bool, dtype: torch.dtype | None
+) -> None:
+    """Against float64: inputs are numbered alike in both factors, ragged rows are nobody's, float32 matrices beside."""
+    ws = [(draw(seed + n, size, width) / width**0.5).to(BF16) for n, size in enumerate(sizes)]
+    ws += [draw(seed + 9, 5, width) / width**0.5] if has_floats else []
+    x = draw(seed, rows, width)
+    half = x.to(BF16)
+    shapes = tuple((len(w), w.dtype == F32) for w in ws)
+    assert form_of(shapes, width, rows, 2, 4).CHUNKS > 0
+    for y, w in zip(linears(x if has_floats else half, ws, dtype, rounded=half), ws, strict=True):
+        exact = (x if w.dtype == F32 else half).double() @ w.double().mT
+        assert y.shape == exact.shape
+        close(y.double(), exact, 1e-6 if y.dtype == F32 else 2**-8)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_small_matrices_read_nothing_outside_and_no_row_spoils_another(rows: int) -> None:
+    outer_x, outer_w = torch.full((rows + 16, 512), torch.nan), torch.full((40, 512), torch.nan)
+    outer_x[8 : 8 + rows], outer_w[8:19] = draw(0, rows, 512), draw(1, 11, 512)
+    x, w = outer_x.to(BF16)[8 : 8 + rows], outer_w.to(BF16)[8:19]
+    expected = reference.linear(x, w).float()
+    close(linear(x, w).float(), expected, TOLERANCE[BF16])
+    x[1, 3], w[5, 7] = torch.inf, torch.nan
+    found = linear(x, w).float()
+    assert not found[1].isfinite().any()
+    assert found[:, 5].isnan().all()
+    kept = [n for n in range(11) if n != 5]
+    close(found[0, kept], expected[0, kept], TOLERANCE[BF16])
+
+
+def test_when_small_matrices_come_from_registers() -> None:
+    """Two to four rows, few enough programs, whole chunks for each warp, and addresses that 16 bytes can be read at."""
+    assert [gpu_direct.chunks([1024], 4096, count, 132) for count in (1, 2, 4, 5)] == [0, 8, 8, 0]
+    assert [gpu_direct.chunks([512], width, 4, 132) for width in (256, 768, 1000, 8192, 32768)] == [1, 1, 0, 8, 0]
+    assert [gpu_direct.chunks(rows, 8192, 4, 132) for rows in ([], [1056], [1057], [528, 528], [529, 527])] == [
+        0,
+        8,
+        0,
+        8,
+        0,
+    ]
+    whole = ((512, False), (256, True))
+    assert form_of(whole, 8192, 4, 2, 132).CHUNKS == 8
+    assert form_of(whole, 8192, 4, 4, 132).CHUNKS == 0, "inputs that are not rounded"
+    assert form_of(whole, 8192, 4, 2, 132, aligned=False).CHUNKS == 0
+    assert form_of(whole, 8192, 4, 2, 132).programs((512, False), 4) == 64
+    x, w = draw(0, 2, 256).to(BF16), draw(1, 8 * 256 + 3).to(BF16)[3:].view(8, 256)
+    assert w.data_ptr() % 16 != 0
+    close(linear(x, w).float(), reference.linear(x, w).float(), TOLERANCE[BF16])
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.decoder import Chunk, Hidden, hidden_states
-from muse_fn.kernels import gpu, gpu_linear, gpu_ops, pieces, reference, select, static
+from muse_fn.kernels import gpu, gpu_linear_form, gpu_ops, pieces, reference, select, static
 from muse_fn.kernels.norms import Gain, Mix, Rotary, rotary_angles
 from muse_fn.kernels.packed import quantise_mxfp4
 from muse_fn.kernels.pieces import Chosen, Joined
@@ -317,8 +317,8 @@ def test_no_attention_asks_whether_a_step_is_a_prompts_first(
 @pytest.fixture
 def large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for every program: fewer of them, each with more of a matrix."""
-    monkeypatch.setattr(gpu_linear, "OUT", 64)
-    monkeypatch.setattr(gpu_linear, "STEP", 128)
+    monkeypatch.setattr(gpu_linear_form, "OUT", 64)
+    monkeypatch.setattr(gpu_linear_form, "STEP", 128)
 
 
 @pytest.mark.usefixtures("large_programs")
