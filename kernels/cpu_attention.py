@@ -16,13 +16,13 @@ from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
 from muse_fn.kernels.cpu_linear import GROUP, piece, spread_row
 from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, narrow
-from muse_fn.kernels.cpu_vectors import LANES, ask_for, claim, soften, tile, weigh, workspace
+from muse_fn.kernels.cpu_vectors import FACTOR_BYTES, LANES, ask_for, claim, soften, tile, weigh, workspace
 
 WIDEST = 256  # channels of a head
 STRETCH = 32  # keys that are scored before their values are read
 LOWEST = -3.4e38  # below every score: the first top, from which a sum of nothing is brought to the next
 _w8, _w4, _w2, _w1 = (weigh(m) for m in (8, 4, 2, 1))
-_k16, _k4, _k1 = (tile("bf16", rows, 1) for rows in (LANES, 4, 1))
+_k16, _k4, _k1 = (tile("bf16", rows, 1, ahead=0) for rows in (LANES, 4, 1))  # keys are asked for block by block
 
 
 @inline
@@ -61,7 +61,7 @@ def _heads(q_at, heads, groups, k, stride, count, scale, scores_at, states_at, s
     """Scores and weights of `count` keys for each head, [heads, STRETCH]; sums are brought to the new tops."""
     for h in range(heads):
         at, state = scores_at + h * STRETCH * 4, f32(states_at + h * 16, 4)
-        _scores(q_at + h * groups * GROUP * 4, groups, k, stride, count, at)
+        _scores(q_at + h * groups * FACTOR_BYTES, groups, k, stride, count, at)
         soften(at, (count + LANES - 1) // LANES, scale, states_at + h * 16)
         if state[2] != np.float32(1.0):
             sums = f32(sums_at + h * groups * GROUP * 4, groups * GROUP)
@@ -114,7 +114,7 @@ def _divided(sums, states_at, heads, groups, out):
 def _begin(x, heads, groups, q_at, states_at, sums):
     """Lays out the queries of the heads; no key has been seen."""
     for h in range(heads):
-        spread_row(x + h * groups * GROUP * 2, False, groups, q_at + h * groups * GROUP * 4, GROUP * 4)
+        spread_row(x + h * groups * GROUP * 2, False, groups, q_at + h * groups * FACTOR_BYTES, FACTOR_BYTES)
         state = f32(states_at + h * 16, 4)
         state[0], state[1] = np.float32(LOWEST), np.float32(0.0)
     sums[:] = np.float32(0.0)

@@ -11,19 +11,23 @@ from torch import Tensor
 
 from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
 from muse_fn.kernels.cpu_linear import (
+    BF16,
     GROUP,
+    PACKED,
+    at_once,
     dots_of_bf16,
     dots_of_mxfp4,
     piece,
     put,
+    put_in_factor,
     spread_row,
 )
 from muse_fn.kernels.cpu_pool import in_parallel
-from muse_fn.kernels.cpu_scalars import argument, f32, i64, inline, narrow, sigmoid, wide
-from muse_fn.kernels.cpu_vectors import LANES, ROWS, claim, workspace
+from muse_fn.kernels.cpu_scalars import argument, f32, i64, inline, sigmoid
+from muse_fn.kernels.cpu_vectors import FACTOR_BYTES, LANES, claim, workspace
 from muse_fn.kernels.packed import MXFP4, Weight, logical_shape
 
-UNIT = 16  # rows of a matrix that a thread claims at once
+UNIT = 32  # rows of a matrix that a thread claims at once
 
 
 @inline
@@ -54,53 +58,56 @@ def in_order(routes, count, first, experts, order, starts, touched):
 
 
 @inline
-def dots(packed, rows, m, w, scales, groups, x, out):
-    """`tile` for rows of a matrix at their address, of either kind."""
+def dots(packed, rows, m, w, scales, row, groups, x, out):
+    """`tile` for rows of a stack of matrices of either kind."""
     if packed:
-        dots_of_mxfp4(rows, m, w, groups * 16, scales, x, groups, out)
+        dots_of_mxfp4(rows, m, w + row * groups * 16, groups * 16, scales + row * groups, x, groups, out)
     else:
-        dots_of_bf16(rows, m, w, groups * 64, x, groups, out)
+        dots_of_bf16(rows, m, w + row * groups * 64, groups * 64, x, groups, out)
 
 
 @inline
-def address_in(packed, w, scales, row, groups):
-    """Where a row of a stack of matrices lies, and its scales."""
-    return w + row * groups * (16 if packed else 64), scales + row * groups
+def hide(packed, w, scales, gate, up, count, m, groups, x, hidden, at):
+    """silu(gate) * up of `count` rows of each, UNIT at most, for m rows of x, from column `at` of `hidden` on. The rows
+    of gate are read before those of up: what lies in one piece is read faster than two at once."""
+    gates_at, ups_at = workspace(2048), workspace(64)
+    gates, ups, n = f32(gates_at, UNIT * LANES), f32(ups_at, LANES), 0
+    while n < count:
+        rows = at_once(PACKED if packed else BF16, n, count)
+        dots(packed, rows, m, w, scales, gate + n, groups, x, gates_at + n * 64)
+        n += rows
+    n = 0
+    while n < count:
+        rows = at_once(PACKED if packed else BF16, n, count)
+        dots(packed, rows, m, w, scales, up + n, groups, x, ups_at)
+        for r in range(rows):
+            column = at + n + r
+            for k in range(m):
+                value = gates[n * LANES + r * m + k]
+                to = hidden + (column // GROUP * m + k) * FACTOR_BYTES
+                put_in_factor(to, column % GROUP, value * sigmoid(value) * ups[r * m + k])
+        n += rows
 
 
 def _gate_up(a):
     """Claims rows of gate and up. Arguments as `_experts` has them."""
     groups, inner, packed = argument(a, 6), argument(a, 7) * GROUP, argument(a, 8)
     touched = i64(argument(a, 15), 2 * argument(a, 5) + 2)
-    sums_at, ups_at = workspace(64), workspace(64)
-    sums, ups = f32(sums_at, LANES), f32(ups_at, LANES)
     blocks = (inner + UNIT - 1) // UNIT
     while True:
         unit = claim(a)
         at = unit // blocks
         if at >= argument(a, 2):
             break
-        e, start, stop = touched[2 * at], touched[2 * at + 1], touched[2 * at + 3]
-        n, last = (unit % blocks) * UNIT, min(inner, (unit % blocks + 1) * UNIT)
-        while n < last:
-            rows = ROWS if n + ROWS <= last else 1
-            gate, gate_scales = address_in(packed, argument(a, 9), argument(a, 10), e * 2 * inner + n, groups)
-            up, up_scales = address_in(packed, argument(a, 9), argument(a, 10), (e * 2 + 1) * inner + n, groups)
-            m = start
-            while m < stop:
-                size = piece(stop - m)
-                x = argument(a, 16) + m * groups * 4 * GROUP
-                dots(packed, rows, size, gate, gate_scales, groups, x, sums_at)
-                dots(packed, rows, size, up, up_scales, groups, x, ups_at)
-                hidden = f32(argument(a, 17) + m * inner * 4, size * inner)
-                for r in range(rows):
-                    column = n + r
-                    place = column // GROUP * size * GROUP + column % GROUP // 2 + column % 2 * LANES
-                    for k in range(size):
-                        value = sums[r * size + k]
-                        hidden[place + k * GROUP] = wide(narrow(value * sigmoid(value) * ups[r * size + k]))
-                m += size
-            n += rows
+        e, m, stop = touched[2 * at], touched[2 * at + 1], touched[2 * at + 3]
+        first = unit % blocks * UNIT
+        gate, up, count = e * 2 * inner + first, (e * 2 + 1) * inner + first, min(inner - first, UNIT)
+        while m < stop:
+            size = piece(stop - m)
+            x = argument(a, 16) + m * groups * FACTOR_BYTES
+            hidden = argument(a, 17) + m * argument(a, 7) * FACTOR_BYTES
+            hide(packed, argument(a, 9), argument(a, 10), gate, up, count, size, groups, x, hidden, first)
+            m += size
 
 
 def _down(a):
@@ -119,12 +126,12 @@ def _down(a):
         e, start, stop = touched[2 * at], touched[2 * at + 1], touched[2 * at + 3]
         n, last = (unit % blocks) * UNIT, min(width, (unit % blocks + 1) * UNIT)
         while n < last:
-            rows = ROWS if n + ROWS <= last else 1
-            w, scales = address_in(packed, argument(a, 11), argument(a, 12), e * width + n, groups)
+            rows = at_once(PACKED if packed else BF16, n, last)
             m = start
             while m < stop:
                 size = piece(stop - m)
-                dots(packed, rows, size, w, scales, groups, argument(a, 17) + m * groups * 4 * GROUP, sums_at)
+                x = argument(a, 17) + m * groups * FACTOR_BYTES
+                dots(packed, rows, size, argument(a, 11), argument(a, 12), e * width + n, groups, x, sums_at)
                 for r in range(rows):
                     for k in range(size):
                         put(argument(a, 18), argument(a, 19), order[m + k] * width + n + r, sums[r * size + k])
@@ -149,7 +156,7 @@ def _experts(a):
             size = piece(stop - m)
             for k in range(size):
                 token = argument(a, 20) + order[m + k] // argument(a, 4) * groups * 2 * GROUP
-                spread_row(token, False, groups, argument(a, 16) + (m * groups + k) * 4 * GROUP, size * 4 * GROUP)
+                spread_row(token, False, groups, argument(a, 16) + (m * groups + k) * FACTOR_BYTES, size * FACTOR_BYTES)
             m += size
     if touched[2 * found + 1] < count:
         for n in range(count):

@@ -12,19 +12,28 @@ from torch import Tensor
 from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
 from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, bf16, f32, inline, narrow, wide
-from muse_fn.kernels.cpu_vectors import LANES, PIECES, ROWS, claim, spread, tile, workspace
+from muse_fn.kernels.cpu_vectors import (
+    BF16_ROWS,
+    FACTOR_BYTES,
+    HAS_DOTS,
+    LANES,
+    PIECES,
+    ROWS,
+    claim,
+    spread,
+    tile,
+    workspace,
+)
 from muse_fn.kernels.packed import MXFP4, Weight
 
 GROUP = 32  # inputs that are read at a time
 UNIT = 32  # rows of a matrix that a thread claims at once
 BF16, PACKED, FLOAT = 0, 1, 2
 MOST, *_REST = PIECES
-_bf16 = {(rows, m): tile("bf16", rows, m) for rows in (ROWS, 1) for m in (8, 4, 2, 1)}
-_mxfp4 = {(rows, m): tile("mxfp4", rows, m) for rows in (ROWS, 1) for m in (8, 4, 2, 1)}
-_b8, _b4, _b2, _b1 = (_bf16[ROWS, m] for m in (8, 4, 2, 1))
-_c8, _c4, _c2, _c1 = (_bf16[1, m] for m in (8, 4, 2, 1))
-_p8, _p4, _p2, _p1 = (_mxfp4[ROWS, m] for m in (8, 4, 2, 1))
-_q8, _q4, _q2, _q1 = (_mxfp4[1, m] for m in (8, 4, 2, 1))
+_b8, _b4, _b2, _b1 = (tile("bf16", BF16_ROWS, m) for m in (8, 4, 2, 1))
+_c8, _c4, _c2, _c1 = (tile("bf16", 1, m) for m in (8, 4, 2, 1))
+_p8, _p4, _p2, _p1 = (tile("mxfp4", ROWS, m) for m in (8, 4, 2, 1))
+_q8, _q4, _q2, _q1 = (tile("mxfp4", 1, m) for m in (8, 4, 2, 1))
 _f8, _f4, _f2, _f1 = (tile("f32", 1, m) for m in (8, 4, 2, 1))
 
 
@@ -38,9 +47,16 @@ def piece(rest):
 
 
 @inline
+def at_once(kind, n, count):
+    """How many rows of a matrix from the n-th of `count` on are taken at once."""
+    most = BF16_ROWS if kind == BF16 else ROWS if kind == PACKED else 1
+    return most if n + most <= count else 1
+
+
+@inline
 def dots_of_bf16(rows, m, w, stride, x, groups, out):
-    """`tile` for ROWS rows or one of a bfloat16 matrix, and m rows of x."""
-    if rows == ROWS:
+    """`tile` for BF16_ROWS rows or one of a bfloat16 matrix, and m rows of x."""
+    if rows == BF16_ROWS:
         if m == 1:
             _b1(w, stride, 0, 0, x, groups, out)
         elif m == 2:
@@ -61,7 +77,7 @@ def dots_of_bf16(rows, m, w, stride, x, groups, out):
 
 @inline
 def dots_of_mxfp4(rows, m, w, stride, scales, x, groups, out):
-    """The same for codes whose scales lie `groups` to a row."""
+    """The same for ROWS rows or one of codes, whose scales lie `groups` to a row."""
     if rows == ROWS:
         if m == 1:
             _p1(w, stride, scales, groups, x, groups, out)
@@ -82,31 +98,38 @@ def dots_of_mxfp4(rows, m, w, stride, scales, x, groups, out):
 
 
 @inline
-def dots_of_f32(m, w, stride, x, groups, out):
+def dots_of_f32(m, w, x, groups, out):
     """The same for one row of a float32 matrix and rows of x as they are."""
     if m == 1:
-        _f1(w, stride, 0, 0, x, groups, out)
+        _f1(w, 0, 0, 0, x, groups, out)
     elif m == 2:
-        _f2(w, stride, 0, 0, x, groups, out)
+        _f2(w, 0, 0, 0, x, groups, out)
     elif m == 4:
-        _f4(w, stride, 0, 0, x, groups, out)
+        _f4(w, 0, 0, 0, x, groups, out)
     else:
-        _f8(w, stride, 0, 0, x, groups, out)
+        _f8(w, 0, 0, 0, x, groups, out)
+
+
+@inline
+def put_in_factor(x, place, value):
+    """Stores a value, rounded to bfloat16, at one of the 32 places of a factor's group."""
+    if HAS_DOTS:
+        bf16(x, GROUP)[place] = narrow(value)
+    else:
+        f32(x, GROUP)[place // 2 + place % 2 * LANES] = wide(narrow(value))
 
 
 @inline
 def spread_row(x, is_float, groups, target, step):
-    """One row of x, rounded to bfloat16, to `groups` places `step` bytes apart."""
+    """One row of x, rounded to bfloat16, to `groups` places of a factor `step` bytes apart."""
     if not is_float:
         for n in range(groups):
             spread(x + n * 64, target + n * step)
         return
     given = f32(x, groups * GROUP)
     for n in range(groups):
-        to = f32(target + n * step, GROUP)
-        for lane in range(LANES):
-            to[lane] = wide(narrow(given[n * GROUP + 2 * lane]))
-            to[LANES + lane] = wide(narrow(given[n * GROUP + 2 * lane + 1]))
+        for place in range(GROUP):
+            put_in_factor(target + n * step, place, given[n * GROUP + place])
 
 
 @inline
@@ -117,15 +140,16 @@ def lay_out(x, is_float, is_kept, count, groups, target):
         size = piece(count - m)
         for row in range(m, m + size):
             source = x + row * width * (4 if is_float else 2)
-            to = target + (m * groups + row - m) * 4 * GROUP
+            each = 4 * GROUP if is_kept else FACTOR_BYTES
+            to = target + (m * groups + row - m) * each
             if is_kept:
                 given = f32(source, width)
                 for n in range(groups):
-                    placed = f32(to + n * size * 4 * GROUP, GROUP)
+                    placed = f32(to + n * size * each, GROUP)
                     for lane in range(GROUP):
                         placed[lane] = given[n * GROUP + lane]
             else:
-                spread_row(source, is_float, groups, to, size * 4 * GROUP)
+                spread_row(source, is_float, groups, to, size * each)
         m += size
 
 
@@ -157,17 +181,17 @@ def _work(a):
         stride = groups * (64 if kind == BF16 else 16 if kind == PACKED else 128)
         n, last = unit * UNIT, min(width, (unit + 1) * UNIT)
         while n < last:
-            rows = ROWS if kind != FLOAT and n + ROWS <= last else 1
+            rows = at_once(kind, n, last)
             m = 0
             while m < count:
                 size = piece(count - m)
-                x = argument(a, 6 if kind == FLOAT else 5) + m * groups * 4 * GROUP
+                x = argument(a, 6 if kind == FLOAT else 5) + m * groups * (4 * GROUP if kind == FLOAT else FACTOR_BYTES)
                 if kind == BF16:
                     dots_of_bf16(rows, size, w + n * stride, stride, x, groups, sums_at)
                 elif kind == PACKED:
                     dots_of_mxfp4(rows, size, w + n * stride, stride, scales + n * groups, x, groups, sums_at)
                 else:
-                    dots_of_f32(size, w + n * stride, stride, x, groups, sums_at)
+                    dots_of_f32(size, w + n * stride, x, groups, sums_at)
                 for r in range(rows):
                     for k in range(size):
                         put(out, is_float, (m + k) * width + n + r, sums[r * size + k])

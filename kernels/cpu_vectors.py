@@ -1,8 +1,10 @@
 """Vectors for Numba: what its language has no words for, written as LLVM instructions that compiled forms call.
 
 Addresses are int64. A matrix is read 32 inputs at a time, as 16 words of two bfloat16 or 16 bytes of two 4-bit codes;
-the even inputs are the low halves, so its factor lies `spread`: for each 32 inputs the 16 even ones, then the 16 odd
-ones, as float32. Nothing here rounds but the sums themselves: MXFP4 times its scale is exact in float32.
+the even inputs are the low halves. Where the processor multiplies pairs of bfloat16, the matrix's factor lies as it is,
+in bfloat16; elsewhere it lies `spread`: for each 32 inputs the 16 even ones, then the 16 odd ones, as float32. Nothing
+here rounds but the sums themselves: MXFP4 times its scale is exact in float32. Products of pairs take subnormal
+bfloat16, below 1.2e-38, for zero.
 """
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -16,8 +18,12 @@ LANES = 16
 # As Numba compiles, which may have been told to do so for another processor.
 FEATURES = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
 HAS_PERMUTE = "+avx512f" in FEATURES  # a table of 16 values held in one register
+HAS_DOTS = "+avx512bf16" in FEATURES  # products of pairs of bfloat16, added to float32
 PIECES = (8, 4, 2, 1) if HAS_PERMUTE else (4, 2, 1)  # rows of x whose sums fit the registers, beside ROWS of a matrix
-ROWS = 2 if HAS_PERMUTE else 1
+ROWS = 2 if HAS_PERMUTE else 1  # of a matrix whose products are many operations; else two are read slower than one
+BF16_ROWS = 1 if HAS_DOTS else ROWS
+FACTOR_BYTES = 64 if HAS_DOTS else 128  # of 32 inputs in the factor of a matrix of bfloat16 or codes
+AHEAD = 4096  # bytes: a row is read while what lies so far behind is asked for, beyond where the processor would look
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -64,6 +70,12 @@ def _fma(b, x, y, z):
 def _pair_of_bf16(b, address):
     both = _load(b, address, _WORDS)
     return [b.bitcast(x, _FLOATS) for x in (b.shl(both, _words(16)), b.and_(both, _words(0xFFFF0000)))]
+
+
+def _dots(b, pairs, others, sums):
+    """sums plus the products of two bfloat16 each in words. LLVM wants another type since, and puts it in itself."""
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    return b.call(_external(b, name, _FLOATS, _FLOATS, _WORDS, _WORDS), [sums, pairs, others])
 
 
 def _e2m1(b, codes, has_permute):
@@ -125,38 +137,50 @@ def _loop(b, count, starts, body):
     return made[1:]
 
 
-def tile(kind, rows, pieces, has_permute=HAS_PERMUTE):
+def _pair_of_f32(b, address):
+    return [_load(b, _plus(b, address, n), _FLOATS) for n in (0, 64)]
+
+
+def _readers(kind, has_permute):
+    """How 32 inputs of a matrix (at an address, its scale at another) and of its factor become vectors, and how the
+    products of two vectors are added to sums."""
+    if kind == "f32":
+        return lambda b, at, _: _pair_of_f32(b, at), _pair_of_f32, _fma
+    if kind == "bf16" and HAS_DOTS:
+        return lambda b, at, _: [_load(b, at, _WORDS)], lambda b, at: [_load(b, at, _WORDS)], _dots
+    factor = _pair_of_bf16 if HAS_DOTS else _pair_of_f32
+    if kind == "bf16":
+        return lambda b, at, _: _pair_of_bf16(b, at), factor, _fma
+    return lambda b, at, scale_at: _pair_of_mxfp4(b, at, scale_at, has_permute), factor, _fma
+
+
+def tile(kind, rows, pieces, ahead=AHEAD, has_permute=HAS_PERMUTE):
     """An intrinsic (w, stride, scales, scale_stride, x, groups, out): the products of `rows` rows of a matrix with
     `pieces` rows of x, float32 [rows, pieces] and what else fills 16 places, written to `out`.
 
-    kind is bf16, mxfp4 or f32; strides are bytes from row to row; x is float32 [groups, pieces, 32], spread but for
-    f32. groups is at least 1. While a row is read the one `rows` later is asked for. The order of a sum is the same
-    for any number of rows and pieces: a row's bits do not depend on its neighbours.
+    kind is bf16, mxfp4 or f32; strides are bytes from row to row; x is [groups, pieces, 32], float32 for f32, else as
+    above. groups is at least 1. While a row is read what lies `ahead` bytes behind is asked for, if that is not 0. The
+    order of a sum is the same for any number of rows and pieces: a row's bits do not depend on its neighbours.
     """
-    width = {"bf16": 64, "mxfp4": 16, "f32": 128}[kind]
-
-    def pair(b, at, scale_at):
-        if kind == "mxfp4":
-            return _pair_of_mxfp4(b, at, scale_at, has_permute)
-        return _pair_of_bf16(b, at) if kind == "bf16" else [_load(b, _plus(b, at, n), _FLOATS) for n in (0, 64)]
+    width, x_width = {"bf16": (64, FACTOR_BYTES), "mxfp4": (16, FACTOR_BYTES), "f32": (128, 128)}[kind]
+    of_matrix, of_factor, added = _readers(kind, has_permute)
 
     def codegen(context, b, signature, args):
         w, stride, scales, scale_stride, x, groups, out = args
-        ahead = b.mul(stride, _word(rows))
 
         def body(n, sums):
             sums, place, matrix = list(sums), b.mul(n, _word(width)), []
             for r in range(rows):
                 at = _plus(b, w, b.mul(stride, _word(r)), place)
-                _prefetch(b, b.add(at, ahead))
-                matrix.append(pair(b, at, _plus(b, scales, b.mul(scale_stride, _word(r)), n)))
+                if ahead:
+                    _prefetch(b, _plus(b, at, ahead))
+                matrix.append(of_matrix(b, at, _plus(b, scales, b.mul(scale_stride, _word(r)), n)))
             for m in range(pieces):
-                at = _plus(b, x, b.mul(n, _word(128 * pieces)), 128 * m)
-                halves = [_load(b, _plus(b, at, 64 * half), _FLOATS) for half in (0, 1)]
+                factor = of_factor(b, _plus(b, x, b.mul(n, _word(x_width * pieces)), x_width * m))
                 for r in range(rows):
-                    for half in (0, 1):
-                        place = r * pieces + m
-                        sums[place] = _fma(b, matrix[r][half], halves[half], sums[place])
+                    place = r * pieces + m
+                    for own, other in zip(matrix[r], factor, strict=True):
+                        sums[place] = added(b, own, other, sums[place])
             return sums
 
         made = _loop(b, groups, [ir.Constant(_FLOATS, [0.0] * LANES)] * (rows * pieces), body)
@@ -255,9 +279,12 @@ def soften(context, scores, groups, scale, state):
 
 @intrinsic
 def spread(context, source, target):
-    """32 bfloat16 -> 32 float32: the even ones, then the odd ones."""
+    """32 bfloat16 -> the same in the factor of a matrix."""
 
     def codegen(context, b, signature, args):
+        if HAS_DOTS:
+            _store(b, _load(b, args[0], _WORDS), args[1])
+            return context.get_dummy_value()
         for half, values in enumerate(_pair_of_bf16(b, args[0])):
             _store(b, values, _plus(b, args[1], 64 * half))
         return context.get_dummy_value()
