@@ -1,8 +1,11 @@
 """What a step does before its layers and after its head, each piece one operation: the plain-PyTorch meaning.
 
-A CUDA device does a piece in one launch where no gradient is wanted; kernels/gpu_step.py has these forms.
+A CUDA device does a piece in one launch where no gradient is wanted, and a CPU in one pass; kernels/gpu_step.py and
+kernels/cpu_step.py have these forms.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -10,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, device
 
-from muse_fn.kernels.norms import Rotary, plain_norm, rotary_at, rotary_frequencies
-from muse_fn.kernels.select import under_vmap, why_no_triton
+from muse_fn.kernels.norms import Gain, Mix, Rotary, gain, mix, plain_norm, rotary_at, rotary_frequencies
+from muse_fn.kernels.select import may_differentiate, under_vmap, why_no_numba, why_no_triton
 
 
 def embedding(table_VH: Tensor, ids: Tensor, first: int = 0) -> Tensor:
@@ -20,17 +23,43 @@ def embedding(table_VH: Tensor, ids: Tensor, first: int = 0) -> Tensor:
     form = triton_form(table_VH.device)
     if form and not form.why_not_embedding(table_VH):
         return form.embedding(table_VH, ids, first)
+    if table_VH.dtype == torch.bfloat16 and table_VH.is_contiguous() and ids.dtype == torch.int64:
+        form = numba_form(table_VH, ids)
+        if form:
+            return form.embedding(table_VH, ids, first)
     local = ids - first
     row = local.clamp(0, len(table_VH) - 1)
     return torch.where((row == local).unsqueeze(-1), F.embedding(row, table_VH), 0.0)
 
 
+def gains(vectors: Sequence[Tensor]) -> list[Gain]:
+    """`norms.gain` of several vectors of one width."""
+    if not vectors:
+        return []
+    form = _form_of_vectors(vectors)
+    return [*map(Gain, (form.gains(vectors) if form else gain(torch.stack([*vectors])).factor).unbind())]
+
+
+def mixes(vectors: Sequence[Tensor], temperature: float, dtype: torch.dtype) -> list[Mix]:
+    """`norms.mix` of several gates of one width, for a model in `dtype`: that of float32 has all its own bits."""
+    form = _form_of_vectors(vectors) if dtype == torch.bfloat16 else None
+    alpha, beta = form.mixes(vectors, temperature) if form else mix(torch.stack([*vectors]), temperature)
+    return [*map(Mix, alpha.unbind(), beta.unbind())]
+
+
 def rotary_of(pos_BT: Tensor, head_dim: int, theta: float) -> Rotary:
-    """The angles of pairs at these positions; on a device their frequencies are kept."""
+    """The angles of pairs at these positions; their frequencies are kept."""
     form = triton_form(pos_BT.device)
     if form:
         return form.rotary(pos_BT, head_dim, theta)
-    return rotary_at(pos_BT, rotary_frequencies(head_dim, theta, pos_BT.device))
+    return rotary_at(pos_BT, _frequencies(head_dim, theta, pos_BT.device))
+
+
+@lru_cache
+def _frequencies(head_dim: int, theta: float, where: device) -> Tensor:
+    """Kept: no tensor that only inference may use."""
+    with torch.inference_mode(False):
+        return rotary_frequencies(head_dim, theta, where)
 
 
 def stream_norm(x: Tensor, eps: float) -> Tensor:
@@ -39,7 +68,8 @@ def stream_norm(x: Tensor, eps: float) -> Tensor:
         pieces = import_module("muse_fn.kernels.gpu_pieces")
         if not pieces.why_not(x):
             return pieces.normed(x, None, eps, torch.float32)
-    return plain_norm(x, eps)
+    form = numba_form(x) if x.dtype == torch.bfloat16 else None
+    return form.stream_norm(x, eps) if form else plain_norm(x, eps)
 
 
 def advanced(past_B: Tensor, count_B: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,6 +86,9 @@ def capped(z: Tensor, multiplier: float, cap: float) -> Tensor:
     form = triton_form(z.device)
     if form:
         return form.capped(z, multiplier, cap)
+    form = numba_form(z) if z.dtype == torch.bfloat16 else None
+    if form:
+        return form.capped(z, multiplier, cap)
     z = z.float() * multiplier
     return torch.tanh(z / cap) * cap if cap else z
 
@@ -65,3 +98,28 @@ def triton_form(where: device) -> Any:
     if torch.is_grad_enabled() or under_vmap() or why_no_triton(where):
         return None
     return import_module("muse_fn.kernels.gpu_step")
+
+
+def numba_form(*given: Tensor) -> Any:
+    """kernels/cpu_step.py where its forms can take these tensors, as select.select and kernels/cpu_ops.py decide; or
+    None."""
+    if not given[0].is_cpu or may_differentiate() or why_no_numba() or _cpu_ops().why_not(*given):
+        return None
+    return _cpu_step()
+
+
+def _form_of_vectors(vectors: Sequence[Tensor]) -> Any:
+    shape, dtype = vectors[0].shape, vectors[0].dtype
+    is_known = len(shape) == 1 and dtype in (torch.float32, torch.bfloat16)
+    is_known = is_known and all(x.dtype == dtype and x.shape == shape and x.is_contiguous() for x in vectors)
+    return numba_form(*vectors) if is_known else None
+
+
+@lru_cache
+def _cpu_ops() -> Any:
+    return import_module("muse_fn.kernels.cpu_ops")
+
+
+@lru_cache
+def _cpu_step() -> Any:
+    return import_module("muse_fn.kernels.cpu_step")

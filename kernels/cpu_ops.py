@@ -60,7 +60,7 @@ def _file(name: str) -> Any:
     return import_module(f"muse_fn.kernels.{name}")
 
 
-def _why_not(*tensors: Tensor) -> str:
+def why_not(*tensors: Tensor) -> str:
     """Why no compiled form can take these tensors, whatever their dtypes."""
     if why := cpu_calls.why_not():
         return why
@@ -111,7 +111,7 @@ def _why_no_product(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None) 
             return f"MXFP4 times {x.dtype}: it takes bfloat16"
         if isinstance(w, Tensor) and (w.dtype not in (BF16, FLOAT) or (w.dtype == FLOAT and x.dtype != FLOAT)):
             return f"{x.dtype} times {w.dtype}"
-    return _why_not(x, *(part for w in ws for part in ((w,) if isinstance(w, Tensor) else w)))
+    return why_not(x, *(part for w in ws for part in ((w,) if isinstance(w, Tensor) else w)))
 
 
 def linears(
@@ -179,7 +179,7 @@ def _why_no_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, q_pos: Te
         return f"{heads} heads of {width} to a key: it takes 16 at most, of a multiple of {GROUP} up to {WIDEST_HEAD}"
     if not (k.is_contiguous() and v.is_contiguous()):
         return "an arena is a view of another tensor"
-    return _of(BF16, k, v) or _of(torch.int64, blocks, q_pos, k_pos) or _why_not(q, k, v, blocks, q_pos, k_pos)
+    return _of(BF16, k, v) or _of(torch.int64, blocks, q_pos, k_pos) or why_not(q, k, v, blocks, q_pos, k_pos)
 
 
 @one_op
@@ -201,7 +201,7 @@ def _why_no_experts(u: Tensor, idx: Tensor, gate_up: Weight, down: Weight, dtype
     if isinstance(down, Tensor) and down.shape[-1] % GROUP:
         return f"widths that are no multiples of {GROUP}"
     plain = _of(BF16, gate_up, down) if isinstance(gate_up, Tensor) and isinstance(down, Tensor) else ""
-    return plain or _of(torch.int64, idx) or _why_not(u, idx, *parts)
+    return plain or _of(torch.int64, idx) or why_not(u, idx, *parts)
 
 
 def expert_rows(
@@ -233,7 +233,7 @@ def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
     """pieces.normed: compiled where it rounds to bfloat16."""
     if dtype != BF16 or x.dtype not in (BF16, FLOAT):
         return pieces.normed(x, norm, eps, dtype)
-    why = _why_no_vectors(x.shape[-1], norm.factor) or _why_not(x)
+    why = _why_no_vectors(x.shape[-1], norm.factor) or why_not(x)
     return _either("normed", why, _normed, pieces.normed)(x, norm, eps, dtype)
 
 
@@ -265,7 +265,7 @@ def join(
     if branch.dtype != BF16 or len(branch) > 1 or h.dtype != FLOAT or dtype not in (BF16, FLOAT):
         return pieces.join(*args)
     vectors = [gain.factor for gain in (scale, norm) if gain is not None]
-    why = _why_no_vectors(h.shape[-1], *mix, *vectors) or _why_not(h, branch)
+    why = _why_no_vectors(h.shape[-1], *mix, *vectors) or why_not(h, branch)
     return _either("join", why, _join, pieces.join)(*args)
 
 
@@ -280,7 +280,7 @@ def _why_no_heads(head_dim: int, rotary: Rotary | None, *rows: Tensor) -> str:
     angles = () if rotary is None else rotary
     if any(x.numel() * rows[0].shape[-1] != rows[0].numel() * head_dim for x in angles):
         return "angles of other positions"
-    return _of(BF16, *rows) or _of(FLOAT, *angles) or _why_not(*rows, *angles)
+    return _of(BF16, *rows) or _of(FLOAT, *angles) or why_not(*rows, *angles)
 
 
 def heads(
@@ -307,7 +307,7 @@ def place(
         return pieces.place(q_BTF, k_BTF, v_BTF, rotary, qk_scale, eps, k_arena, v_arena, rows)
     is_whole = k_arena.dtype == v_arena.dtype == BF16 and k_arena.is_contiguous() and v_arena.is_contiguous()
     if is_whole and rows.dtype == torch.int64 and watcher() is None:
-        why = _why_no_heads(k_arena.shape[-1], rotary, q_BTF, k_BTF, v_BTF) or _why_not(k_arena, v_arena, rows)
+        why = _why_no_heads(k_arena.shape[-1], rotary, q_BTF, k_BTF, v_BTF) or why_not(k_arena, v_arena, rows)
         form = _either("place", why, _file("cpu_heads").place if not why else pieces.place, pieces.place)
         return form(q_BTF, k_BTF, v_BTF, rotary, qk_scale, eps, k_arena, v_arena, rows)
     head_dim = k_arena.shape[-1]
@@ -324,7 +324,7 @@ def _gated(o: Tensor, gate: Tensor, eps: float) -> Tensor:
 
 def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """pieces.gated: compiled in bfloat16."""
-    why = _of(BF16, o_BTND, gate_BTF) or ("" if dtype == BF16 else f"the result is {dtype}") or _why_not(o_BTND)
+    why = _of(BF16, o_BTND, gate_BTF) or ("" if dtype == BF16 else f"the result is {dtype}") or why_not(o_BTND)
     if why:
         _say("gated", why)
         return pieces.gated(o_BTND, gate_BTF, eps, dtype)
@@ -352,7 +352,7 @@ def choose(
     if squeezed_PTm.dtype != BF16 or dtype != BF16 or len(squeezed_PTm) > 1:
         return pieces.choose(*args)
     why = _why_no_vectors(logits_TE.shape[-1], bias_E) or _why_no_vectors(squeezed_PTm.shape[-1], norm.factor)
-    why = why or _of(FLOAT, logits_TE) or _why_not(logits_TE, squeezed_PTm)
+    why = why or _of(FLOAT, logits_TE) or why_not(logits_TE, squeezed_PTm)
     return _either("choose", why, _choose, pieces.choose)(*args)
 
 
@@ -365,7 +365,7 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch
     """pieces.blend: compiled in bfloat16."""
     if y_TRM.dtype != BF16 or dtype != BF16:
         return pieces.blend(y_TRM, weight_TR, norm, eps, dtype)
-    why = _why_no_vectors(y_TRM.shape[-1], norm.factor) or _of(FLOAT, weight_TR) or _why_not(y_TRM, weight_TR)
+    why = _why_no_vectors(y_TRM.shape[-1], norm.factor) or _of(FLOAT, weight_TR) or why_not(y_TRM, weight_TR)
     if why:
         _say("blend", why)
         return pieces.blend(y_TRM, weight_TR, norm, eps, dtype)

@@ -171,13 +171,14 @@ def _started(a):
     in_parallel(argument(a, 0), argument(a, 1), a + 32, argument(a, 2))
 
 
-def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
-    """pieces.normed for x in float32 or bfloat16 [..., W]."""
+def normed(x: Tensor, norm: Gain | None, eps: float, dtype: torch.dtype) -> Tensor:
+    """pieces.normed for x in float32 or bfloat16 [..., W]; norms.plain_norm where no factor is given."""
     x, width = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x, dtype=dtype)
     is_float = x.dtype == torch.float32
     room = out if is_float else torch.empty_like(x, dtype=torch.float32)
-    shared(_normed, [0, x.numel() // width, width, x.data_ptr(), is_float, norm.factor.data_ptr(), out.data_ptr(),
+    factor = address(norm and norm.factor)
+    shared(_normed, [0, x.numel() // width, width, x.data_ptr(), is_float, factor, out.data_ptr(),
         dtype == torch.float32, room.data_ptr(), 0, 0, 0], (eps,))  # fmt: skip
     return out
 

@@ -120,7 +120,7 @@ def select(where: device) -> Ops:
     if under_vmap():
         return REFERENCE
     if where.type == "cpu":
-        return EAGER if _may_differentiate() or why_no_numba() else _compiled()
+        return EAGER if may_differentiate() or why_no_numba() else _compiled()
     return STATIC if is_grad_enabled() or why_no_triton(where) else _triton()
 
 
@@ -138,7 +138,7 @@ def why_no_numba() -> str:
     return "" if find_spec("numba") else 'Numba is not installed: pip install "muse-fn[cpu]"'
 
 
-def _may_differentiate() -> bool:
+def may_differentiate() -> bool:
     """Whether gradients may be wanted, backwards or forwards: a compiled form has none, and sees numbers only."""
     forwards = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
     return is_grad_enabled() or forwards or bool(retrieve_all_functorch_interpreters())

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.around import triton_form
+from muse_fn.kernels.around import numba_form, triton_form
 from muse_fn.kernels.reference import rows_of, write_rows
 from muse_fn.kvcache.layout import Layout, layout_of
 from muse_fn.params.config import Config
@@ -84,7 +84,7 @@ def consume(kv: KVCache) -> KVCache:
 
 def _flag() -> Tensor:
     with torch.inference_mode(False):  # a flag made there could not be lowered outside
-        return torch.tensor(True)
+        return torch.ones((), dtype=torch.bool, device="cpu")
 
 
 def blocks_for(positions: int, block_size: int) -> int:
@@ -120,26 +120,35 @@ class Places(NamedTuple):
 
 def locate(view: View, length: int, block_size: int, layout: Layout) -> tuple[Places, ...]:
     """Where a step of `length` columns writes and what it reads, for each window group."""
+    width, device = view.table_GBN.shape[2], view.past_B.device
+    columns = {window: _columns(window, length, block_size, width) for window in layout.windows}
+    form = numba_form(*view) if all(x.dtype == torch.int64 for x in view) else None
+    if form:
+        wanted = [(window, columns[window]) for window in layout.windows]
+        write_GR, *rest = form.locate(*view, length, block_size, wanted)
+        return tuple(map(Places, write_GR.unbind(), rest[::2], rest[1::2]))
     pos_BT = step_positions(view, length)
-    column = (pos_BT // block_size).clamp_max(view.table_GBN.shape[2] - 1)
-    real, within = torch.arange(length, device=pos_BT.device) < view.count_B[:, None], pos_BT % block_size
+    column = (pos_BT // block_size).clamp_max(width - 1)
+    real, within = torch.arange(length, device=device) < view.count_B[:, None], pos_BT % block_size
     start_GBT = view.table_GBN.gather(2, column.expand(len(view.table_GBN), -1, -1)) * block_size
     write_GR = (torch.where(real, start_GBT, 0) + within).flatten(1)
-    seen = {window: _context_of(view, window, length, block_size) for window in {*layout.windows}}
+    seen = {window: _context_of(view, window, count, block_size) for window, count in columns.items()}
     return tuple(
         Places(write, table_BN.gather(1, seen[window][0]), seen[window][1])
         for window, table_BN, write in zip(layout.windows, view.table_GBN.unbind(), write_GR.unbind(), strict=True)
     )
 
 
-def _context_of(view: View, window: int, length: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Columns of a table [B, C] and positions [B, S] that a step of `length` columns can see, -1 for those it cannot:
-    alike for all groups of a window."""
-    width = view.table_GBN.shape[2]
+def _columns(window: int, length: int, block_size: int, width: int) -> int:
+    """How many columns of a table a step of `length` columns meets, however a stretch of its positions starts."""
+    return min(width, (window - 1 + length + block_size - 2) // block_size + 1) if window else width
+
+
+def _context_of(view: View, window: int, columns: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """The columns of a table [B, C] and positions [B, S] that a step can see, -1 for those it cannot: alike for all
+    groups of a window."""
     oldest = (view.past_B - window + 1).clamp_min(0) if window else torch.zeros_like(view.past_B)
-    # However its start lies, a stretch of n positions meets at most this many blocks.
-    columns = min(width, (window - 1 + length + block_size - 2) // block_size + 1) if window else width
-    first = (oldest // block_size).clamp_max(width - columns)
+    first = (oldest // block_size).clamp_max(view.table_GBN.shape[2] - columns)
     column = first[:, None] + torch.arange(columns, device=first.device)
     pos = (column[..., None] * block_size + torch.arange(block_size, device=first.device)).flatten(1)
     seen = (pos >= oldest[:, None]) & (pos < (view.past_B + view.count_B)[:, None])

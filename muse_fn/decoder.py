@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from muse_fn.attention import Step, attention
-from muse_fn.kernels.around import capped, embedding, rotary_of, stream_norm
-from muse_fn.kernels.norms import Gain, Mix, gain, mix
+from muse_fn.kernels.around import capped, embedding, gains, mixes, rotary_of, stream_norm
+from muse_fn.kernels.norms import Gain, Mix
 from muse_fn.kernels.pieces import Joined
 from muse_fn.kernels.select import Ops, select, under_vmap
 from muse_fn.kvcache.cache import KVCache, Places
@@ -175,27 +175,23 @@ class Scales(NamedTuple):
 
 
 def scales(layers: tuple[Layer, ...], config: Config) -> tuple[Scales, ...]:
-    """Of all layers at once: some forty small operations a step instead of some forty a layer."""
-
-    def gains(vectors: list[Tensor]) -> list[Gain]:
-        return [Gain(row) for row in gain(torch.stack(vectors)).factor.unbind()] if vectors else []
-
-    def mixes(vectors: list[Tensor]) -> list[Mix]:
-        alpha, beta = mix(torch.stack(vectors), config.residual_gate_temperature)
-        return [Mix(*rows) for rows in zip(alpha.unbind(), beta.unbind(), strict=True)]
-
+    """Of all layers at once: a few operations a step instead of a few a layer."""
     sparse = [p.mlp for p in layers if isinstance(p.mlp, MoE)]
-    norms = gains([p.squeeze_norm for p in sparse]), gains([p.experts.norm for p in sparse])
-    found = iter([MoEScales(*row) for row in zip(*norms, strict=True)])
-    columns = (
-        gains([p.attn_norm for p in layers]),
-        mixes([p.attn_residual_gate for p in layers]),
-        gains([p.mlp_norm for p in layers]),
-        gains([p.mlp_post_norm for p in layers]),
-        mixes([p.mlp_residual_gate for p in layers]),
-        [next(found) if isinstance(p.mlp, MoE) else () for p in layers],
+    norms = iter(gains([x for p in layers for x in (p.attn_norm, p.mlp_norm, p.mlp_post_norm)]))
+    latent = iter(gains([x for p in sparse for x in (p.squeeze_norm, p.experts.norm)]))
+    gates = [x for p in layers for x in (p.attn_residual_gate, p.mlp_residual_gate)]
+    blends = iter(mixes(gates, config.residual_gate_temperature, layers[0].attn.q.dtype))
+    return tuple(
+        Scales(
+            attn_norm=next(norms),
+            mlp_norm=next(norms),
+            mlp_post_norm=next(norms),
+            attn_gate=next(blends),
+            mlp_gate=next(blends),
+            moe=MoEScales(next(latent), next(latent)) if isinstance(p.mlp, MoE) else (),
+        )
+        for p in layers
     )
-    return tuple(Scales(*row) for row in zip(*columns, strict=True))
 
 
 def embed(params: Params, tokens_BT: Tensor, config: Config, division: Division = UNDIVIDED) -> Tensor:

@@ -1,0 +1,101 @@
+"""Compiled forms of what stands around the layers equal their meaning, and are left out where gradients are wanted."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muse_fn.kernels import around, cpu_calls
+from muse_fn.kernels.norms import gain, mix, plain_norm
+from muse_fn.kvcache import cache
+from muse_fn.kvcache.cache import Places, View, locate
+from muse_fn.kvcache.layout import Layout
+from tests.models import SEEDS
+
+if why := cpu_calls.why_not():
+    pytest.skip(why, allow_module_level=True)
+
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_forms_are_for_plain_tensors_without_gradients() -> None:
+    x = torch.zeros(3)
+    assert around.numba_form(x) is None, "gradients are wanted"
+    with torch.no_grad():
+        assert around.numba_form(x).__name__ == "muse_fn.kernels.cpu_step"
+        assert around.numba_form(x, torch.zeros(0)) is None, "nothing to do"
+        assert around.numba_form(torch.zeros(3, device="meta")) is None
+        found = torch.func.vmap(lambda x: x + float(around.numba_form(x) is None))(x)  # pyright: ignore[reportUnknownLambdaType]
+        assert torch.equal(found, torch.ones(3))
+
+
+@given(st.floats(-1e4, 1e4), st.sampled_from([0.0, 0.5, 20.0]), st.sampled_from([0.18, 1.0]))
+def test_logits_are_scaled_then_capped(z: float, cap: float, multiplier: float) -> None:
+    x = torch.tensor([z, 0.0, math.nan, math.inf, -math.inf]).to(BF16)
+    with torch.no_grad():
+        found = around.capped(x, multiplier, cap)
+    torch.testing.assert_close(found, around.capped(x.float(), multiplier, cap), equal_nan=True, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 20_000)])
+def test_many_logits_in_any_order_of_memory(shape: tuple[int, int]) -> None:
+    x = draw(0, *reversed(shape)).to(BF16).t()
+    torch.set_num_threads(2)
+    try:
+        with torch.no_grad():
+            found = around.capped(x, 1.5, 2.0)
+    finally:
+        torch.set_num_threads(1)
+    torch.testing.assert_close(found, around.capped(x.float(), 1.5, 2.0), rtol=1e-6, atol=0)
+
+
+@given(SEEDS, st.integers(1, 4), st.integers(1, 40))
+def test_rows_of_a_table(seed: int, ranks: int, width: int) -> None:
+    table = draw(seed, 4 * ranks, width).to(BF16)
+    ids = torch.randint(-2, 4 * ranks + 2, (5, 2), generator=torch.Generator().manual_seed(seed)).t()
+    expected = around.embedding(table, ids, 3)
+    with torch.no_grad():
+        assert torch.equal(around.embedding(table, ids, 3), expected)
+        found = around.stream_norm(expected, 1e-5)
+    torch.testing.assert_close(found, plain_norm(expected, 1e-5))
+
+
+@given(SEEDS, st.integers(1, 5), st.integers(1, 70), st.sampled_from([BF16, torch.float32]))
+def test_vectors_of_layers(seed: int, count: int, width: int, dtype: torch.dtype) -> None:
+    vectors = [*(5 * draw(seed, count, width)).to(dtype)]
+    with torch.no_grad():
+        factors, blends = around.gains(vectors), around.mixes(vectors, 0.7, BF16)
+        exact = around.mixes(vectors, 0.7, torch.float32)
+    expected = mix(torch.stack(vectors), 0.7)
+    assert all(torch.equal(torch.stack(x), y) for x, y in zip(zip(*exact, strict=True), expected, strict=True))
+    for vector, factor, found, *same in zip(vectors, factors, blends, *expected, strict=True):
+        assert torch.equal(factor.factor, gain(vector).factor)
+        torch.testing.assert_close([*found], same)
+
+
+@given(SEEDS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 6))
+def test_a_step_is_located_alike(seed: int, rows: int, length: int, width: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    windows = (0, 5, 5, 2)
+    table = torch.randint(0, 50, (rows, width, 4), generator=generator).movedim(2, 0)
+    past = torch.randint(0, width * size + 2, (rows,), generator=generator)
+    view = View(table, past, torch.randint(0, length + 1, (rows,), generator=generator))
+    expected = locate(view, length, size, Layout(windows, (), 1))
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        used: list[Any] = []
+        form = cache.numba_form
+        patch.setattr(cache, "numba_form", lambda *given: used.append(form(*given)) or used[-1])  # pyright: ignore
+        found = locate(view, length, size, Layout(windows, (), 1))
+    assert used[0] is not None
+    for f, e in zip(found, expected, strict=True):
+        assert isinstance(f, Places)
+        for mine, plain in zip(f, e, strict=True):
+            assert torch.equal(mine, plain)
