@@ -100,24 +100,28 @@ def check_step(tokens: Tensor, kv: KVCache, view: View, config: Config, at_least
     _check_shape(view, len(windows), batch, length)
     width = view.table_GBN.shape[-1]
     room = min(width * size, config.max_positions)
-    read, written = list[Tensor](), list[Tensor]()
-    for row, (past, count) in enumerate(zip(view.past_B.tolist(), view.count_B.tolist(), strict=True)):
+    pasts, counts = view.past_B.tolist(), view.count_B.tolist()
+    for row, (past, count) in enumerate(zip(pasts, counts, strict=True)):
         if not at_least <= count <= length:
             raise ValueError(f"view.count_B[{row}] is {count}: must be {at_least} to {length}, the width of tokens")
         if past < 0 or past + count > room:
             held = f"its table holds {width * size}, the model {config.max_positions}"
             raise ValueError(f"row {row} would reach position {past + count}: {held}")
-        for group, window in enumerate(windows):
-            oldest = max(0, past - window + 1) // size if window else 0
-            used = view.table_GBN[group, row, oldest : blocks_for(past + count, size)]
-            if ((used <= 0) | (used >= blocks)).any():
+    read, written = list[int](), set[int]()
+    for group, window in enumerate(windows):
+        starts = [max(0, past - window + 1) // size if window else 0 for past in pasts]
+        stops = [blocks_for(past + count, size) for past, count in zip(pasts, counts, strict=True)]
+        lines = view.table_GBN[group, :, min(starts) : max(stops)].tolist()  # few numbers: Python is the faster one
+        for row, (line, start, stop) in enumerate(zip(lines, starts, stops, strict=True)):
+            used = line[start - min(starts) : max(start, stop) - min(starts)]
+            if used and not (0 < min(used) and max(used) < blocks):
                 raise ValueError(
-                    f"view.table_GBN[{group}, {row}] has {used.tolist()} from column {oldest} on: "
+                    f"view.table_GBN[{group}, {row}] has {used} from column {start} on: "
                     f"the cache has blocks 1 to {blocks - 1} to give"
                 )
-            read.append(used)
-            written.append(used[past // size - oldest :] if count else used[:0])
-    _check_own(torch.cat(read), torch.cat(written))
+            read += used
+            written.update(used[pasts[row] // size - start :] if counts[row] else ())
+    _check_own(read, written)
 
 
 def _check_shape(view: View, groups: int, batch: int, length: int) -> None:
@@ -135,11 +139,11 @@ def _check_shape(view: View, groups: int, batch: int, length: int) -> None:
             )
 
 
-def _check_own(read: Tensor, written: Tensor) -> None:
+def _check_own(read: list[int], written: set[int]) -> None:
     """A block that a step writes is in one place of all that it reads: rows and groups share only what is full."""
-    met = read[torch.isin(read, written)].tolist()
-    twice = sorted(block for block, times in Counter(met).items() if times > 1)
-    if twice:
+    met = [block for block in read if block in written]
+    if len(met) > len(written):
+        twice = sorted(block for block, times in Counter(met).items() if times > 1)
         raise ValueError(f"view.table_GBN has blocks {twice} twice: this step writes them, so one row must own each")
 
 
@@ -203,6 +207,9 @@ def _cuts(length: int, pieces: int) -> list[tuple[int, int]]:
 def _chunk(tokens: Tensor, view: View, kv: KVCache, ends: tuple[int, int], layout: Layout, is_start: bool) -> Chunk:
     """Columns start..stop of a step, as a step of its own."""
     start, stop = ends
+    if start == 0 and stop == tokens.shape[1]:
+        places = locate(view, stop, kv.k[0].shape[1], layout)
+        return Chunk(tokens, step_positions(view, stop), places, is_start)
     count_B = (view.count_B - start).clamp(0, stop - start)
     own = View(view.table_GBN, view.past_B + view.count_B.clamp_max(start), count_B)
     pos_BT = step_positions(view, tokens.shape[1])[:, start:stop]
@@ -219,4 +226,5 @@ def last_rows(h_BTH: Tensor, view: View) -> Tensor:
 def advance(view: View, count: int | Tensor = 1) -> View:
     """The view of the next step: this step's positions become the past, `count` new ones follow."""
     past = view.past_B + view.count_B
-    return View(view.table_GBN, past, torch.as_tensor(count, device=past.device).expand_as(past))
+    new = count.to(past.device).expand_as(past) if isinstance(count, Tensor) else torch.full_like(past, count)
+    return View(view.table_GBN, past, new)
