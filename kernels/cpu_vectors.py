@@ -118,7 +118,7 @@ def _sums(b, vectors):
 
 def _prefetch(b, address):
     form = _external(b, "llvm.prefetch.p0", ir.VoidType(), _I8.as_pointer(), _I32, _I32, _I32)
-    words = [ir.Constant(_I32, n) for n in (0, 3, 1)]  # to be read, kept in all caches, data
+    words = [ir.Constant(_I32, n) for n in (0, 0, 1)]  # to be read, once, data: the caches keep what is read again
     b.call(form, [b.inttoptr(address, _I8.as_pointer()), *words])
 
 
