@@ -28,6 +28,7 @@ from muse_fn.kernels.packed import MXFP4, Weight
 
 GROUP = 32  # inputs that are read at a time
 UNIT = 32  # rows of a matrix that a thread claims at once
+BLOCK = 8  # of them that meet the next rows of x while both are in the nearest cache
 BF16, PACKED, FLOAT = 0, 1, 2
 MOST, *_REST = PIECES
 _b8, _b4, _b2, _b1 = (tile("bf16", BF16_ROWS, m) for m in (8, 4, 2, 1))
@@ -179,24 +180,26 @@ def _work(a):
             argument(matrix, 5),
         )  # fmt: skip
         stride = groups * (64 if kind == BF16 else 16 if kind == PACKED else 128)
-        n, last = unit * UNIT, min(width, (unit + 1) * UNIT)
-        while n < last:
-            rows = at_once(kind, n, last)
-            m = 0
+        first, last = unit * UNIT, min(width, (unit + 1) * UNIT)
+        while first < last:
+            stop, m = min(last, first + BLOCK), 0
             while m < count:
-                size = piece(count - m)
+                size, n = piece(count - m), first
                 x = argument(a, 6 if kind == FLOAT else 5) + m * groups * (4 * GROUP if kind == FLOAT else FACTOR_BYTES)
-                if kind == BF16:
-                    dots_of_bf16(rows, size, w + n * stride, stride, x, groups, sums_at)
-                elif kind == PACKED:
-                    dots_of_mxfp4(rows, size, w + n * stride, stride, scales + n * groups, x, groups, sums_at)
-                else:
-                    dots_of_f32(size, w + n * stride, x, groups, sums_at)
-                for r in range(rows):
-                    for k in range(size):
-                        put(out, is_float, (m + k) * width + n + r, sums[r * size + k])
+                while n < stop:
+                    rows = at_once(kind, n, stop)
+                    if kind == BF16:
+                        dots_of_bf16(rows, size, w + n * stride, stride, x, groups, sums_at)
+                    elif kind == PACKED:
+                        dots_of_mxfp4(rows, size, w + n * stride, stride, scales + n * groups, x, groups, sums_at)
+                    else:
+                        dots_of_f32(size, w + n * stride, x, groups, sums_at)
+                    for r in range(rows):
+                        for k in range(size):
+                            put(out, is_float, (m + k) * width + n + r, sums[r * size + k])
+                    n += rows
                 m += size
-            n += rows
+            first = stop
 
 
 def _products(a):
