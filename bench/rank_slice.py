@@ -49,6 +49,7 @@ from muse_fn.random_weights import random_params
 from muse_fn.sharding.mesh import Mesh
 
 CHUNK = 4096
+DRAWS = 8  # rows of tokens that a line is at least the mean of
 DECODE = "decode, batch {}, context {:,}"
 
 
@@ -65,12 +66,15 @@ class Row(NamedTuple):
 def decode_rows(
     params: Params, config: Config, mesh: Mesh, cases: list[tuple[int, int]], best: Rates, device: torch.device
 ) -> Iterator[Row]:
-    """Captured decode steps of (batch, context)."""
+    """Captured decode steps of (batch, context); of few rows for several draws of tokens, since a layer takes longer if
+    one expert more is here than run at once."""
     for batch, context in cases:
         state = state_of(config, mesh, batch, context, device)
-        experts = statistics.mean(touched(params, state, config, mesh, select(device)))
-        step = captured_step(params, state, config, mesh)
-        seconds = device_seconds(step, inner=5)
+        drawn = [torch.randint(0, 1000, (batch, 1), device=device) for _ in range(max(1, DRAWS // batch))]
+        every = [touched(params, state._replace(tokens=t), config, mesh, select(device)) for t in drawn]
+        experts = statistics.mean(n for layers in every for n in layers)
+        step = captured_step(params, state, config, mesh, drawn)
+        seconds = device_seconds(step, inner=len(drawn) * -(-5 // len(drawn)))
         size = bytes_to_read(params, config, mesh, batch, context, experts)
         yield Row(DECODE.format(batch, context), seconds, size / best.read, size, experts)
         del step, state

@@ -6,8 +6,9 @@ the keys and values that each layer sees.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -152,8 +153,11 @@ def bytes_to_read(params: Params, config: Config, mesh: Mesh, batch: int, contex
     return others + in_experts * experts / (config.experts // mesh.ep) + batch * keys * row
 
 
-def captured_step(params: Params, state: State, config: Config, mesh: Mesh) -> Callable[[], object]:
-    """A decode step as a graph, rows drawn, the next position always the same."""
+def captured_step(
+    params: Params, state: State, config: Config, mesh: Mesh, drawn: Sequence[Tensor] = ()
+) -> Callable[[], object]:
+    """A decode step as a graph, rows drawn, the next position always the same: a call makes it with the next of the
+    `drawn` tokens in turn, or with the state's."""
     batch, device, ops = len(state.tokens), state.tokens.device, select(state.tokens.device)
     settings, inner = [Sampling(1.0, seed=n) for n in range(batch)], linked_as_one_op(mesh)
     draw = map_tensors(lambda t: t.to(device), draws(settings, config.vocab_size))
@@ -163,7 +167,9 @@ def captured_step(params: Params, state: State, config: Config, mesh: Mesh) -> C
         return decode_and_sample(*args, filtered=False, every=every, ops=ops)
 
     args = (params, state.tokens, Arenas(state.kv.k, state.kv.v), state.view, draw, scales(params.layers, config))
-    return partial(capture(step, args, donate=(2,), fixed=(0, 5), strict=False), *args)
+    graph = capture(step, args, donate=(2,), fixed=(0, 5), strict=False)
+    turns = cycle([partial(graph, params, tokens, *args[2:]) for tokens in drawn or (state.tokens,)])
+    return lambda: next(turns)()
 
 
 def _prompt_of(config: Config, mesh: Mesh, length: int, device: torch.device) -> tuple[KVCache, View, Tensor]:
