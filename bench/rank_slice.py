@@ -70,7 +70,7 @@ def decode_rows(
     one expert more is here than run at once."""
     for batch, context in cases:
         state = state_of(config, mesh, batch, context, device)
-        drawn = [torch.randint(0, 1000, (batch, 1), device=device) for _ in range(max(1, DRAWS // batch))]
+        drawn = [torch.randint(0, 1000, (batch, 1), device=device) for _ in range(-(-DRAWS // batch))]
         every = [touched(params, state._replace(tokens=t), config, mesh, select(device)) for t in drawn]
         experts = statistics.mean(n for layers in every for n in layers)
         step = captured_step(params, state, config, mesh, drawn)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, device
 
 from muse_fn.kernels.norms import Gain, Mix, Rotary, gain, mix, plain_norm, rotary_at, rotary_frequencies
-from muse_fn.kernels.select import may_differentiate, under_vmap, why_no_numba, why_no_triton
+from muse_fn.kernels.select import may_differentiate, sees_numbers, under_vmap, why_no_numba, why_no_triton
 
 
 def embedding(table_VH: Tensor, ids: Tensor, first: int = 0) -> Tensor:
@@ -52,12 +52,13 @@ def rotary_of(pos_BT: Tensor, head_dim: int, theta: float) -> Rotary:
     form = triton_form(pos_BT.device)
     if form:
         return form.rotary(pos_BT, head_dim, theta)
-    return rotary_at(pos_BT, _frequencies(head_dim, theta, pos_BT.device))
+    kept = _frequencies if sees_numbers() else rotary_frequencies
+    return rotary_at(pos_BT, kept(head_dim, theta, pos_BT.device))
 
 
 @lru_cache
 def _frequencies(head_dim: int, theta: float, where: device) -> Tensor:
-    """Kept: no tensor that only inference may use."""
+    """`rotary_frequencies`, but no tensor that only inference may use."""
     with torch.inference_mode(False):
         return rotary_frequencies(head_dim, theta, where)
 

@@ -62,6 +62,8 @@ def _file(name: str) -> Any:
 
 def why_not(*tensors: Tensor) -> str:
     """Why no compiled form can take these tensors, whatever their dtypes."""
+    if torch.compiler.is_compiling():
+        return "a compiler traces it, which would keep this call's addresses"
     if why := cpu_calls.why_not():
         return why
     for x in tensors:  # each look counts: there are sixty calls a step

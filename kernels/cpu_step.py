@@ -156,7 +156,7 @@ def _locate(a):
         table, write = i64(argument(a, 5) + line * width * 8, width), i64(argument(a, 8) + line * length * 8, length)
         for t in range(length):
             at = past[b] + t
-            write[t] = (table[min(at // size, width - 1)] * size if t < count[b] else 0) + at % size
+            write[t] = (table[max(0, min(at // size, width - 1))] * size if t < count[b] else 0) + at % size
         columns = argument(own, 1)
         blocks = i64(argument(own, 2) + b * columns * 8, columns)
         pos = argument(own, 3) + b * columns * size * 8 if argument(own, 3) else 0

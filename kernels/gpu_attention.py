@@ -277,6 +277,7 @@ COMPILED = [
         ("*bf16", _SPLIT),
         ("*bf16", {**_SPLIT, "BLOCK": 16, "WINDOW": 2048, "SCAN": 1, "STAGES": 1}),
         ("*bf16", {**_SPLIT, **shape_of(8, 8, 2, 64, 2), "q_b": 8192}),
+        ("*bf16", {**_SPLIT, **shape_of(1, 8, 1, 64, 2), "HEADS": 2, "SCAN": 1, "STAGES": 1}),
         ("*fp8e4nv", {**_SPLIT, **shape_of(1, 8, 2, 64, 1), "SCAN": 32}),
     )
 ]

@@ -186,8 +186,8 @@ def _launch(x: Tensor, half: Tensor, ws: Sequence[Tensor], dtype: torch.dtype | 
     (count, width), spare, pdl = rows.shape, MOST_MATRICES - len(ws), overlaps(x.device)
     order = sorted(range(len(ws)), key=lambda i: ws[i].dtype != torch.float32)
     sizes = tuple((len(ws[i]), ws[i].dtype == torch.float32) for i in order)
-    aligned = all(t.data_ptr() % 16 == 0 for t in (halves, *ws))
-    form = form_of(sizes, width, count, half.itemsize, processors(x.device), aligned)
+    is_direct = half.dtype == torch.bfloat16 and all(t.data_ptr() % 16 == 0 for t in (halves, *ws))
+    form = form_of(sizes, width, count, half.itemsize, processors(x.device), is_direct)
     found = [torch.empty(count, len(w), dtype=dtype or w.dtype, device=x.device) for w in ws]
     first = order[0]
     _linears_kernel[(sum(form.programs(size, count) for size in sizes),)](
@@ -226,7 +226,7 @@ def linears(
     dtype is that of all results, None each matrix's. Sums are in float32 and rounded once. bfloat16 matrices take their
     inputs as they are `rounded` already, if they are.
     """
-    half = rounded if isinstance(rounded, Tensor) else x
+    half = rounded if isinstance(rounded, Tensor) and rounded.dtype == torch.bfloat16 else x
     if why_not(x, ws):
         return tuple(_library(x, w, dtype, half) for w in ws)
     rows = x.numel() // x.shape[-1]
@@ -262,7 +262,7 @@ def _compiled(
     spare = ws[:1] * (MOST_MATRICES - len(ws))
     sizes = tuple((rows, kind == "fp32") for rows, kind in ws)
     half = "bf16" if "fp32" in [kind for _, kind in ws] else x
-    form = form_of(sizes, width, count, 2 if half == "bf16" else 4, 132)
+    form = form_of(sizes, width, count, 2 if half == "bf16" else 4, 132, half == "bf16")
     scalars = {f"n{n}": "i32" for n in range(MOST_MATRICES)} | ({} if count == 1 else {"T": "i32", "out": "i32"})
     types = {"x_ptr": f"*{x}", "half_ptr": f"*{half}", **scalars}
     for n, (_, kind) in enumerate(ws + spare):

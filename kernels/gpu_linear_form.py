@@ -108,13 +108,14 @@ def more_rows(ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: 
 
 
 def form_of(
-    ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: int, processors: int, aligned: bool = True
+    ws: tuple[tuple[int, bool], ...], width: int, count: int, x_size: int, processors: int, is_direct: bool
 ) -> Form:
-    """Of any number of rows; see `more_rows`. `aligned`: matrices and inputs start at multiples of 16 bytes."""
+    """Of any number of rows; see `more_rows`. `is_direct`: gpu_direct can read the inputs, which are bfloat16, and the
+    matrices, for all start at multiples of 16 bytes."""
     halves = [rows for rows, is_float in ws if not is_float]
     if count == 1 or (count <= FEW and not halves):
         return few_rows(width, count)
-    chunks = gpu_direct.chunks(halves, width, count, processors) if aligned and x_size == 2 else 0
+    chunks = gpu_direct.chunks(halves, width, count, processors) if is_direct else 0
     if chunks:
         return few_rows(width, count)._replace(out=gpu_direct.ROWS, WARPS=gpu_direct.WARPS, CHUNKS=chunks)
     return more_rows(ws, width, count, x_size, processors)

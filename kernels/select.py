@@ -7,10 +7,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
 
-from torch import Tensor, device, dtype, is_grad_enabled
+from torch import _C, Tensor, device, dtype, is_grad_enabled
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from muse_fn.kernels import cpu, invariant, pieces, reference, static
 from muse_fn.kernels.norms import Gain, Mix, Rotary
@@ -142,6 +143,12 @@ def may_differentiate() -> bool:
     """Whether gradients may be wanted, backwards or forwards: a compiled form has none, and sees numbers only."""
     forwards = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
     return is_grad_enabled() or forwards or bool(retrieve_all_functorch_interpreters())
+
+
+def sees_numbers() -> bool:
+    """Whether tensors made now are plain ones, which may be kept: no transform, mode or compiler looks on."""
+    watched = retrieve_all_functorch_interpreters() or _C._len_torch_dispatch_stack()  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue]
+    return not (watched or is_compiling())
 
 
 @lru_cache

@@ -122,7 +122,9 @@ def locate(view: View, length: int, block_size: int, layout: Layout) -> tuple[Pl
     """Where a step of `length` columns writes and what it reads, for each window group."""
     width, device = view.table_GBN.shape[2], view.past_B.device
     columns = {window: _columns(window, length, block_size, width) for window in layout.windows}
-    form = numba_form(*view) if all(x.dtype == torch.int64 for x in view) else None
+    alike = (len(layout.windows), len(view.past_B)) == tuple(view.table_GBN.shape[:2])
+    alike = alike and view.past_B.shape == view.count_B.shape and all(x.dtype == torch.int64 for x in view)
+    form = numba_form(*view) if alike else None
     if form:
         wanted = [(window, columns[window]) for window in layout.windows]
         write_GR, *rest = form.locate(*view, length, block_size, wanted)

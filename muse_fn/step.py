@@ -207,6 +207,7 @@ def _cuts(length: int, pieces: int) -> list[tuple[int, int]]:
 def _chunk(tokens: Tensor, view: View, kv: KVCache, ends: tuple[int, int], layout: Layout, is_start: bool) -> Chunk:
     """Columns start..stop of a step, as a step of its own."""
     start, stop = ends
+    view = View(*(x.long() for x in view))
     if start == 0 and stop == tokens.shape[1]:
         places = locate(view, stop, kv.k[0].shape[1], layout)
         return Chunk(tokens, step_positions(view, stop), places, is_start)

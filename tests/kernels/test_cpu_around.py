@@ -7,13 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
+from muse_fn.decoder import forward
 from muse_fn.kernels import around, cpu_calls
-from muse_fn.kernels.norms import gain, mix, plain_norm
+from muse_fn.kernels.norms import gain, mix, plain_norm, rotary_angles
 from muse_fn.kvcache import cache
 from muse_fn.kvcache.cache import Places, View, locate
 from muse_fn.kvcache.layout import Layout
-from tests.models import SEEDS
+from tests.models import SEEDS, SMALL, random_params
 
 if why := cpu_calls.why_not():
     pytest.skip(why, allow_module_level=True)
@@ -99,3 +101,45 @@ def test_a_step_is_located_alike(seed: int, rows: int, length: int, width: int, 
         assert isinstance(f, Places)
         for mine, plain in zip(f, e, strict=True):
             assert torch.equal(mine, plain)
+
+
+def test_what_is_kept_is_made_where_numbers_are_seen() -> None:
+    """Angles made first under a transform or a mode leave nothing behind for those made later."""
+    pos = torch.arange(3)[None]
+    around._frequencies.cache_clear()  # pyright: ignore[reportPrivateUsage]
+
+    def cosines(pos: torch.Tensor) -> torch.Tensor:
+        return around.rotary_of(pos, 8, 1e4).cos
+
+    torch.func.functionalize(cosines)(pos)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        around.rotary_of(pos, 8, 1e4)
+    with torch.no_grad():
+        found = around.rotary_of(pos, 8, 1e4)
+    for mine, expected in zip(found, rotary_angles(pos, 8, 1e4), strict=True):
+        assert type(mine) is torch.Tensor
+        assert mine.data_ptr() != 0
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo's, about what it leaves to Python
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_compiler_that_traces_a_model_gets_no_addresses(dtype: torch.dtype) -> None:
+    params, tokens = random_params(SMALL, 0, dtype), torch.arange(5)[None]
+    with torch.no_grad():
+        expected = forward(params, tokens, SMALL)
+        traced = torch.compile(lambda tokens: forward(params, tokens, SMALL), backend="eager")  # pyright: ignore
+        torch.testing.assert_close(traced(tokens), expected, atol=2e-6 if dtype != BF16 else 0.1, rtol=0)
+
+
+def test_tables_that_do_not_fit_the_layout_are_named_not_read() -> None:
+    """Compiled forms trust what they are given: where shapes disagree the plain form raises, or does what it does."""
+    tables, one = torch.randint(1, 9, (2, 2, 3)), torch.ones(2, dtype=torch.int64)
+    odd = View(tables, one[:1], one)
+    expected = locate(odd, 1, 4, Layout((0, 4), (), 1))
+    with torch.no_grad():
+        for windows in ((4,), (0, 4, 5)):
+            with pytest.raises(ValueError, match="zip"):
+                locate(View(tables, one, one), 1, 4, Layout(windows, (), 1))
+        for found, plain in zip(locate(odd, 1, 4, Layout((0, 4), (), 1)), expected, strict=True):
+            assert all(torch.equal(mine, its) for mine, its in zip(found, plain, strict=True))

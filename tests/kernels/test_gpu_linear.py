@@ -173,7 +173,7 @@ def test_small_matrices_from_registers(
     x = draw(seed, rows, width)
     half = x.to(BF16)
     shapes = tuple((len(w), w.dtype == F32) for w in ws)
-    assert form_of(shapes, width, rows, 2, 4).CHUNKS > 0
+    assert form_of(shapes, width, rows, 2, 4, True).CHUNKS > 0
     for y, w in zip(linears(x if has_floats else half, ws, dtype, rounded=half), ws, strict=True):
         exact = (x if w.dtype == F32 else half).double() @ w.double().mT
         assert y.shape == exact.shape
@@ -207,10 +207,14 @@ def test_when_small_matrices_come_from_registers() -> None:
         0,
     ]
     whole = ((512, False), (256, True))
-    assert form_of(whole, 8192, 4, 2, 132).CHUNKS == 8
-    assert form_of(whole, 8192, 4, 4, 132).CHUNKS == 0, "inputs that are not rounded"
-    assert form_of(whole, 8192, 4, 2, 132, aligned=False).CHUNKS == 0
-    assert form_of(whole, 8192, 4, 2, 132).programs((512, False), 4) == 64
+    assert form_of(whole, 8192, 4, 2, 132, True).CHUNKS == 8
+    assert form_of(whole, 8192, 4, 2, 132, False).CHUNKS == 0
+    assert form_of(whole, 8192, 4, 2, 132, True).programs((512, False), 4) == 64
+    half = draw(0, 2, 256)
+    ws = [draw(1, 8, 256).to(BF16)]
+    exact = half.to(BF16).double() @ ws[0].double().mT
+    for rounded in (half.half(), half.to(BF16), half):  # what is not rounded to bfloat16 is no help
+        close(linears(half, ws, F32, rounded=rounded)[0].double(), exact, 2**-8)
     x, w = draw(0, 2, 256).to(BF16), draw(1, 8 * 256 + 3).to(BF16)[3:].view(8, 256)
     assert w.data_ptr() % 16 != 0
     close(linear(x, w).float(), reference.linear(x, w).float(), TOLERANCE[BF16])

@@ -300,3 +300,19 @@ def test_a_block_that_is_written_has_one_owner(row: int, column: int, told: str 
         return
     with pytest.raises(ValueError, match=f"view.table_GBN has blocks {told} twice: this step writes them"):
         prefill(random_params(SMALL, 0), tokens, init_cache(SMALL, 13, 4), view, SMALL)
+
+
+def test_views_of_narrow_integers_go_on() -> None:
+    """Tables and counts in int32 are a view like any other, also the next one that `advance` makes of them."""
+    tokens, found = random_tokens(SMALL, 0, 2, 6), list[Tensor]()
+    for dtype in (torch.int64, torch.int32):
+        kv, table = scattered_cache(SMALL, 2, LENGTH, 4, 0)
+        params = random_params(SMALL, 0)
+        view = View(table.to(dtype), torch.zeros(2, dtype=dtype), torch.tensor([4, 2], dtype=dtype))
+        with torch.no_grad():
+            first, kv = prefill(params, tokens[:, :4], kv, view, SMALL)
+            second, kv = decode(params, tokens[:, 4:5], kv, view := advance(view), SMALL)
+            third, kv = decode(params, tokens[:, 5:], kv, advance(view, torch.ones(2, dtype=torch.int32)), SMALL)
+        found += [first, second, third]
+    for wide, narrow in zip(found[:3], found[3:], strict=True):
+        assert torch.equal(wide, narrow)
