@@ -1,5 +1,5 @@
-"""The table of operations on a CPU without gradients: compiled forms for few rows in bfloat16, those of kernels/cpu.py
-and kernels/pieces.py for all else.
+"""The table of operations on a CPU without gradients: in bfloat16 compiled forms for products of few rows, for
+attention and for what stands between, those of kernels/cpu.py and kernels/pieces.py for all else.
 
 Sizes and dtypes decide, never values. Why a form was left out is said once in the log. Whoever watches the operations
 sees each form as one; under any other mode of PyTorch's dispatch, which could not see it, the plain form runs.
@@ -145,13 +145,25 @@ def attend(
     window: int,
     is_start: bool = False,
 ) -> Tensor:
-    """reference.attend: without a cache there is no step of few positions."""
-    return cpu.attend(q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS, window, is_start)
+    """reference.attend: its keys are the rows of one block for each sequence. Of a few positions nothing is said."""
+    args = q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS
+    is_ours = q_BTND.dtype == BF16 and q_BTND.shape[1] > MOST_QUERIES
+    why = "" if not is_ours else _why_no_attention(*args) or _why_no_tiles()
+    if why:
+        _say("attend", why)
+    return _attend(*args, window) if is_ours and not why else cpu.attend(*args, window, is_start)
+
+
+@one_op
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    blocks = torch.arange(len(q)).unsqueeze(1)
+    return _file("cpu_prefill").attend_blocks(q, k.contiguous(), v.contiguous(), blocks, *rest)
 
 
 @one_op
 def _attend_blocks(*args: Any) -> Tensor:
-    return _file("cpu_attention").attend_blocks(*args)
+    is_few = args[0].shape[1] <= MOST_QUERIES
+    return _file("cpu_attention" if is_few else "cpu_prefill").attend_blocks(*args)
 
 
 def attend_blocks(
@@ -164,24 +176,34 @@ def attend_blocks(
     window: int,
     is_start: bool = False,
 ) -> Tensor:
-    """reference.attend_blocks: compiled for a few new positions of each sequence."""
+    """reference.attend_blocks: one form for a few new positions of each sequence, which it reads the cache for one by
+    one, one for more. Neither depends on `is_start`."""
     args = q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window
-    plain = q_BTND.shape[1] > MOST_QUERIES or q_BTND.dtype != BF16
-    if not plain:
-        why = _why_no_attention(*args[:-1])
-        plain = bool(why)
-        if why:
-            _say("attend_blocks", why)
-    return cpu.attend_blocks(*args, is_start) if plain else _attend_blocks(*args)
+    if q_BTND.dtype != BF16:
+        return cpu.attend_blocks(*args, is_start)
+    why = _why_no_attention(*args[:-1])
+    if not why and not (k_arena.is_contiguous() and v_arena.is_contiguous()):
+        why = "an arena is a view of another tensor"
+    if not why and q_BTND.shape[1] > MOST_QUERIES:
+        why = _why_no_tiles()
+    if why:
+        _say("attend_blocks", why)
+    return cpu.attend_blocks(*args, is_start) if why else _attend_blocks(*args)
 
 
-def _why_no_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, q_pos: Tensor, k_pos: Tensor) -> str:
+def _why_no_attention(q: Tensor, k: Tensor, v: Tensor, *places: Tensor) -> str:
     width, heads = q.shape[3], q.shape[2] // k.shape[2]
     if width % GROUP or width > WIDEST_HEAD or heads > 16:
         return f"{heads} heads of {width} to a key: it takes 16 at most, of a multiple of {GROUP} up to {WIDEST_HEAD}"
-    if not (k.is_contiguous() and v.is_contiguous()):
-        return "an arena is a view of another tensor"
-    return _of(BF16, k, v) or _of(torch.int64, blocks, q_pos, k_pos) or why_not(q, k, v, blocks, q_pos, k_pos)
+    return _of(BF16, k, v) or _of(torch.int64, *places) or why_not(q, k, v, *places)
+
+
+@lru_cache
+def _why_no_tiles() -> str:
+    """Why not for many new positions, as far as the processor decides."""
+    if cpu.has_matrix_units():
+        return "the library's has matrix units (AMX)"
+    return "" if _file("cpu_vectors").HAS_DOTS else "the processor does not multiply pairs of bfloat16"
 
 
 @one_op

@@ -106,13 +106,15 @@ def _pair_of_mxfp4(b, codes_at, scale_at, has_permute):
     return [b.fmul(_e2m1(b, half, has_permute), scale) for half in both]
 
 
-def _sums(b, vectors):
-    """Up to 16 vectors -> one, whose lane n is the sum of vector n's lanes: halves are added pair by pair."""
+def _sums(b, vectors, added=None):
+    """Up to 16 vectors -> one, whose lane n is the sum of vector n's lanes, or what else `added` makes of two: halves
+    are put together pair by pair."""
+    added = added or b.fadd
     for step in (1, 2, 4, 8):
         near = [lane // (2 * step) * 2 * step + lane % step + 16 * (lane // step % 2) for lane in range(LANES)]
         masks = [ir.Constant(_WORDS, [n + shift for n in near]) for shift in (0, step)]
         pairs = [(vectors[n], vectors[min(n + 1, len(vectors) - 1)]) for n in range(0, len(vectors), 2)]
-        vectors = [b.fadd(*(b.shuffle_vector(*pair, mask) for mask in masks)) for pair in pairs]
+        vectors = [added(*(b.shuffle_vector(*pair, mask) for mask in masks)) for pair in pairs]
     return vectors[0]
 
 

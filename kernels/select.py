@@ -155,7 +155,7 @@ def sees_numbers() -> bool:
 def _compiled() -> Ops:
     names = [field.name for field in fields(Ops) if field.name != "why"]
     forms = import_module("muse_fn.kernels.cpu_ops")
-    why = "Numba: in bfloat16 each weight is read once for a few rows, one pass for what stands between products"
+    why = "Numba: in bfloat16 weights read once for a few rows, attention in tiles, one pass between products"
     return Ops(why=why, **{name: getattr(forms, name) for name in names})
 
 
