@@ -9,16 +9,25 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from muse_fn.kernels import cpu, cpu_calls, pieces, reference
+from muse_fn.kernels import cpu, pieces, reference
+from muse_fn.kernels.cpu_reasons import (
+    no_attention,
+    no_experts,
+    no_heads,
+    no_product,
+    no_tiles,
+    no_vectors,
+    unlike,
+    why_not,
+)
 from muse_fn.kernels.norms import Gain, Mix, Rotary
 from muse_fn.kernels.one_op import one_op, watcher
-from muse_fn.kernels.packed import MXFP4, Weight, logical_shape
+from muse_fn.kernels.packed import Weight
 from muse_fn.kernels.pieces import Chosen, Joined
 
 Result = TypeVar("Result")
@@ -37,11 +46,8 @@ MOST = {False: Most(64, 256, 512), True: Most(16, 16, 64)}
 logger = logging.getLogger("muse_fn.kernels")
 
 MOST_QUERIES = 4  # new positions of a sequence: each reads the cache anew
-GROUP = 32  # inputs that a product reads at a time
-WIDEST_HEAD = 256
+CROWD = 12  # routes for each expert, on the whole, from which its rows stand as columns
 BF16, FLOAT = torch.bfloat16, torch.float32
-_dispatch = attrgetter("__torch_dispatch__")  # a class of tensors that has its own need not hold numbers
-_PLAIN = _dispatch(Tensor)
 
 
 @lru_cache(maxsize=256)
@@ -60,32 +66,6 @@ def _file(name: str) -> Any:
     return import_module(f"muse_fn.kernels.{name}")
 
 
-def why_not(*tensors: Tensor) -> str:
-    """Why no compiled form can take these tensors, whatever their dtypes."""
-    if torch.compiler.is_compiling():
-        return "a compiler traces it, which would keep this call's addresses"
-    if why := cpu_calls.why_not():
-        return why
-    for x in tensors:  # each look counts: there are sixty calls a step
-        if not x.is_cpu or (type(x) is not Tensor and _dispatch(type(x)) is not _PLAIN):
-            return "a tensor is not a plain one on the CPU"
-        if not x.numel():
-            return "a tensor is empty"
-        if x.is_neg():
-            return "a tensor is a view that turns signs"
-    if watcher() is None and torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue]
-        return "a mode of PyTorch's dispatch is on, which would not see it"
-    return ""
-
-
-def _of(dtype: torch.dtype, *tensors: Tensor) -> str:
-    """Why not for tensors that have to be of one dtype."""
-    for x in tensors:
-        if x.dtype is not dtype:
-            return f"{x.dtype} where it takes {dtype}"
-    return ""
-
-
 def _either(
     operation: str, why: str, form: Callable[..., Result], plain: Callable[..., Result]
 ) -> Callable[..., Result]:
@@ -100,22 +80,6 @@ def _linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None) -> tupl
     return _file("cpu_linear").linears(x, ws, dtype)
 
 
-def _why_no_product(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None) -> str:
-    if x.shape[-1] % GROUP or x.dtype not in (BF16, FLOAT) or dtype not in (None, BF16, FLOAT):
-        return f"{x.shape[-1]} inputs of {x.dtype}: it takes multiples of {GROUP} in bfloat16 or float32"
-    for w in ws:
-        whole = w.codes if isinstance(w, MXFP4) else w
-        if not isinstance(whole, Tensor) or whole.dim() != 2 or not whole.is_contiguous():
-            return "a weight that is no contiguous matrix in bfloat16, float32 or MXFP4"
-        if logical_shape(w)[1] != x.shape[-1]:
-            return f"{x.shape[-1]} inputs beside a weight of {logical_shape(w)[1]}"
-        if isinstance(w, MXFP4) and (x.dtype != BF16 or not w.scales.is_contiguous()):
-            return f"MXFP4 times {x.dtype}: it takes bfloat16"
-        if isinstance(w, Tensor) and (w.dtype not in (BF16, FLOAT) or (w.dtype == FLOAT and x.dtype != FLOAT)):
-            return f"{x.dtype} times {w.dtype}"
-    return why_not(x, *(part for w in ws for part in ((w,) if isinstance(w, Tensor) else w)))
-
-
 def linears(
     x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None, *, rounded: Tensor | tuple[()] = ()
 ) -> tuple[Tensor, ...]:
@@ -125,7 +89,7 @@ def linears(
     is_ours = any(not isinstance(w, Tensor) or w.dtype == BF16 for w in ws)
     if not is_ours or not 0 < rows <= most().rows:
         return pieces.linears(x, ws, dtype, linear=cpu.linear)
-    if why := _why_no_product(x, ws, dtype):
+    if why := no_product(x, ws, dtype):
         _say("linears", why)
         return pieces.linears(x, ws, dtype, linear=cpu.linear)
     return _linears(x, ws, dtype)
@@ -148,7 +112,7 @@ def attend(
     """reference.attend: its keys are the rows of one block for each sequence. Of a few positions nothing is said."""
     args = q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS
     is_ours = q_BTND.dtype == BF16 and q_BTND.shape[1] > MOST_QUERIES
-    why = "" if not is_ours else _why_no_attention(*args) or _why_no_tiles()
+    why = "" if not is_ours else no_attention(*args) or no_tiles()
     if why:
         _say("attend", why)
     return _attend(*args, window) if is_ours and not why else cpu.attend(*args, window, is_start)
@@ -181,51 +145,30 @@ def attend_blocks(
     args = q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window
     if q_BTND.dtype != BF16:
         return cpu.attend_blocks(*args, is_start)
-    why = _why_no_attention(*args[:-1])
+    why = no_attention(*args[:-1])
     if not why and not (k_arena.is_contiguous() and v_arena.is_contiguous()):
         why = "an arena is a view of another tensor"
     if not why and q_BTND.shape[1] > MOST_QUERIES:
-        why = _why_no_tiles()
+        why = no_tiles()
     if why:
         _say("attend_blocks", why)
     return cpu.attend_blocks(*args, is_start) if why else _attend_blocks(*args)
 
 
-def _why_no_attention(q: Tensor, k: Tensor, v: Tensor, *places: Tensor) -> str:
-    width, heads = q.shape[3], q.shape[2] // k.shape[2]
-    if width % GROUP or width > WIDEST_HEAD or heads > 16:
-        return f"{heads} heads of {width} to a key: it takes 16 at most, of a multiple of {GROUP} up to {WIDEST_HEAD}"
-    return _of(BF16, k, v) or _of(torch.int64, *places) or why_not(q, k, v, *places)
-
-
-@lru_cache
-def _why_no_tiles() -> str:
-    """Why not for many new positions, as far as the processor decides."""
-    if cpu.has_matrix_units():
-        return "the library's has matrix units (AMX)"
-    return "" if _file("cpu_vectors").HAS_DOTS else "the processor does not multiply pairs of bfloat16"
-
-
 @one_op
-def _expert_rows(u: Tensor, idx: Tensor, gate_up: Weight, down: Weight, first: int, dtype: torch.dtype) -> Tensor:
-    return _file("cpu_experts").expert_rows(u, idx, gate_up, down, first=first, dtype=dtype)
+def _expert_rows(
+    file: str, u: Tensor, idx: Tensor, gate_up: Weight, down: Weight, first: int, dtype: torch.dtype
+) -> Tensor:
+    return _file(file).expert_rows(u, idx, gate_up, down, first=first, dtype=dtype)
 
 
-def _why_no_experts(u: Tensor, idx: Tensor, gate_up: Weight, down: Weight, dtype: torch.dtype) -> str:
-    parts = [part for w in (gate_up, down) for part in ((w,) if isinstance(w, Tensor) else w)]
-    experts, latent, inner = logical_shape(down)
-    if tuple(logical_shape(gate_up)) != (experts, 2 * inner, latent) or list(u.shape) != [len(idx), latent]:
-        return "tokens, routes and experts of sizes that do not belong together"
-    if type(gate_up) is not type(down) or not isinstance(down, (Tensor, MXFP4)):
-        return "experts in neither bfloat16 nor MXFP4"
-    if u.shape[-1] % GROUP or (down if isinstance(down, Tensor) else down.codes).shape[-1] % (GROUP // 2):
-        return f"widths that are no multiples of {GROUP}"
-    if any(not part.is_contiguous() for part in parts) or dtype not in (BF16, FLOAT):
-        return "a part of the weights is a view of another tensor, or the result is neither bfloat16 nor float32"
-    if isinstance(down, Tensor) and down.shape[-1] % GROUP:
-        return f"widths that are no multiples of {GROUP}"
-    plain = _of(BF16, gate_up, down) if isinstance(gate_up, Tensor) and isinstance(down, Tensor) else ""
-    return plain or _of(torch.int64, idx) or why_not(u, idx, *parts)
+def _experts_file(u: Tensor, idx: Tensor, down: Weight) -> str:
+    """Which form has these sizes; "" for the plain one."""
+    if u.dtype != BF16:
+        return ""
+    if isinstance(down, Tensor) and not no_tiles():
+        return "cpu_routes" if idx.numel() >= CROWD * len(down) else "cpu_experts"
+    return "cpu_experts" if len(u) <= (most().tokens if isinstance(down, Tensor) else most().packed) else ""
 
 
 def expert_rows(
@@ -239,13 +182,13 @@ def expert_rows(
     arranged: Tensor | tuple[()] | None = None,
 ) -> Tensor:
     """reference.expert_rows."""
-    few = u_TM.dtype == BF16 and len(u_TM) <= (most().tokens if isinstance(down_EMF, Tensor) else most().packed)
-    why = _why_no_experts(u_TM, idx_TR, gate_up_EFM, down_EMF, dtype or u_TM.dtype) if few else ""
+    file = _experts_file(u_TM, idx_TR, down_EMF)
+    why = no_experts(u_TM, idx_TR, gate_up_EFM, down_EMF, dtype or u_TM.dtype) if file else ""
     if why:
         _say("expert_rows", why)
-    if why or not few:
+    if why or not file:
         return cpu.expert_rows(u_TM, idx_TR, gate_up_EFM, down_EMF, first=first, dtype=dtype, arranged=arranged)
-    return _expert_rows(u_TM, idx_TR, gate_up_EFM, down_EMF, first, dtype or u_TM.dtype)
+    return _expert_rows(file, u_TM, idx_TR, gate_up_EFM, down_EMF, first, dtype or u_TM.dtype)
 
 
 @one_op
@@ -257,16 +200,8 @@ def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
     """pieces.normed: compiled where it rounds to bfloat16."""
     if dtype != BF16 or x.dtype not in (BF16, FLOAT):
         return pieces.normed(x, norm, eps, dtype)
-    why = _why_no_vectors(x.shape[-1], norm.factor) or why_not(x)
+    why = no_vectors(x.shape[-1], norm.factor) or why_not(x)
     return _either("normed", why, _normed, pieces.normed)(x, norm, eps, dtype)
-
-
-def _why_no_vectors(width: int, *vectors: Tensor) -> str:
-    """Why not for vectors that act on rows of this width."""
-    for x in vectors:
-        if x.dim() != 1 or x.numel() != width or x.dtype is not FLOAT or not x.is_contiguous():
-            return "a vector that is not float32, not of the width of the rows, or a view of another tensor"
-    return ""
 
 
 @one_op
@@ -289,7 +224,7 @@ def join(
     if branch.dtype != BF16 or len(branch) > 1 or h.dtype != FLOAT or dtype not in (BF16, FLOAT):
         return pieces.join(*args)
     vectors = [gain.factor for gain in (scale, norm) if gain is not None]
-    why = _why_no_vectors(h.shape[-1], *mix, *vectors) or why_not(h, branch)
+    why = no_vectors(h.shape[-1], *mix, *vectors) or why_not(h, branch)
     return _either("join", why, _join, pieces.join)(*args)
 
 
@@ -298,20 +233,11 @@ def _heads(*args: Any) -> tuple[Tensor, Tensor]:
     return _file("cpu_heads").heads(*args)
 
 
-def _why_no_heads(head_dim: int, rotary: Rotary | None, *rows: Tensor) -> str:
-    if head_dim > 2 * WIDEST_HEAD or head_dim % 2:
-        return f"heads of {head_dim}: it takes even widths up to {2 * WIDEST_HEAD}"
-    angles = () if rotary is None else rotary
-    if any(x.numel() * rows[0].shape[-1] != rows[0].numel() * head_dim for x in angles):
-        return "angles of other positions"
-    return _of(BF16, *rows) or _of(FLOAT, *angles) or why_not(*rows, *angles)
-
-
 def heads(
     q_BTF: Tensor, k_BTF: Tensor, rotary: Rotary | None, head_dim: int, qk_scale: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     """pieces.heads: compiled for rows in bfloat16."""
-    why = _why_no_heads(head_dim, rotary, q_BTF, k_BTF) if q_BTF.dtype == BF16 else "rows in another dtype"
+    why = no_heads(head_dim, rotary, q_BTF, k_BTF) if q_BTF.dtype == BF16 else "rows in another dtype"
     return _either("heads", why, _heads, pieces.heads)(q_BTF, k_BTF, rotary, head_dim, qk_scale, eps)
 
 
@@ -331,7 +257,7 @@ def place(
         return pieces.place(q_BTF, k_BTF, v_BTF, rotary, qk_scale, eps, k_arena, v_arena, rows)
     is_whole = k_arena.dtype == v_arena.dtype == BF16 and k_arena.is_contiguous() and v_arena.is_contiguous()
     if is_whole and rows.dtype == torch.int64 and watcher() is None:
-        why = _why_no_heads(k_arena.shape[-1], rotary, q_BTF, k_BTF, v_BTF) or why_not(k_arena, v_arena, rows)
+        why = no_heads(k_arena.shape[-1], rotary, q_BTF, k_BTF, v_BTF) or why_not(k_arena, v_arena, rows)
         form = _either("place", why, _file("cpu_heads").place if not why else pieces.place, pieces.place)
         return form(q_BTF, k_BTF, v_BTF, rotary, qk_scale, eps, k_arena, v_arena, rows)
     head_dim = k_arena.shape[-1]
@@ -348,7 +274,7 @@ def _gated(o: Tensor, gate: Tensor, eps: float) -> Tensor:
 
 def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """pieces.gated: compiled in bfloat16."""
-    why = _of(BF16, o_BTND, gate_BTF) or ("" if dtype == BF16 else f"the result is {dtype}") or why_not(o_BTND)
+    why = unlike(BF16, o_BTND, gate_BTF) or ("" if dtype == BF16 else f"the result is {dtype}") or why_not(o_BTND)
     if why:
         _say("gated", why)
         return pieces.gated(o_BTND, gate_BTF, eps, dtype)
@@ -375,8 +301,8 @@ def choose(
     args = logits_TE, bias_E, top_k, multiplier, factor, squeezed_PTm, norm, eps, dtype
     if squeezed_PTm.dtype != BF16 or dtype != BF16 or len(squeezed_PTm) > 1:
         return pieces.choose(*args)
-    why = _why_no_vectors(logits_TE.shape[-1], bias_E) or _why_no_vectors(squeezed_PTm.shape[-1], norm.factor)
-    why = why or _of(FLOAT, logits_TE) or why_not(logits_TE, squeezed_PTm)
+    why = no_vectors(logits_TE.shape[-1], bias_E) or no_vectors(squeezed_PTm.shape[-1], norm.factor)
+    why = why or unlike(FLOAT, logits_TE) or why_not(logits_TE, squeezed_PTm)
     return _either("choose", why, _choose, pieces.choose)(*args)
 
 
@@ -389,7 +315,7 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch
     """pieces.blend: compiled in bfloat16."""
     if y_TRM.dtype != BF16 or dtype != BF16:
         return pieces.blend(y_TRM, weight_TR, norm, eps, dtype)
-    why = _why_no_vectors(y_TRM.shape[-1], norm.factor) or _of(FLOAT, weight_TR) or why_not(y_TRM, weight_TR)
+    why = no_vectors(y_TRM.shape[-1], norm.factor) or unlike(FLOAT, weight_TR) or why_not(y_TRM, weight_TR)
     if why:
         _say("blend", why)
         return pieces.blend(y_TRM, weight_TR, norm, eps, dtype)

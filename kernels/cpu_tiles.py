@@ -24,6 +24,7 @@ from muse_fn.kernels.cpu_vectors import (
     _load,
     _loop,
     _plus,
+    _prefetch,
     _splat,
     _store,
     _sums,
@@ -71,16 +72,19 @@ def _lane(b, x, n):
     return b.shuffle_vector(x, x, ir.Constant(_WORDS, [n] * LANES))
 
 
-def _product(b, rows, stride, matrix, pairs, starts):
-    """The sums `starts`, vector after vector of each of ROWS rows, plus `pairs` pairs of each row times the packed
-    factor, of which so many vectors make a row."""
-    width = len(starts) // ROWS
-    at = [_plus(b, rows, b.mul(stride, _word(r))) for r in range(ROWS)]
+def _product(b, rows, stride, matrix, pairs, starts, count=ROWS, is_read=False):
+    """The sums `starts`, vector after vector of each of `count` rows, plus `pairs` pairs of each row times the packed
+    factor, of which so many vectors make a row. If the rows lie one behind the other and are to be `read` from far,
+    as many behind them are asked for meanwhile."""
+    width = len(starts) // count
+    at = [_plus(b, rows, b.mul(stride, _word(r))) for r in range(count)]
 
     def body(n, sums):
         from_here, made = _plus(b, matrix, b.mul(n, _word(64 * width))), []
+        if is_read:
+            _prefetch(b, _plus(b, at[0], b.mul(_plus(b, pairs, n), _word(4 * count))), again=2)
         columns = [_load(b, _plus(b, from_here, 64 * v), _WORDS) for v in range(width)]
-        for r in range(ROWS):
+        for r in range(count):
             pair = _splat(b, _load(b, _plus(b, at[r], b.mul(n, _word(4))), _I32))
             made += [_dots(b, pair, column, sums[r * width + v]) for v, column in enumerate(columns)]
         return made

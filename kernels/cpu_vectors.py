@@ -118,9 +118,10 @@ def _sums(b, vectors, added=None):
     return vectors[0]
 
 
-def _prefetch(b, address):
+def _prefetch(b, address, again=0):
     form = _external(b, "llvm.prefetch.p0", ir.VoidType(), _I8.as_pointer(), _I32, _I32, _I32)
-    words = [ir.Constant(_I32, n) for n in (0, 0, 1)]  # to be read, once, data: the caches keep what is read again
+    # To be read, how often (3 at most), data. What is read once: the caches keep what is read again.
+    words = [ir.Constant(_I32, n) for n in (0, again, 1)]
     b.call(form, [b.inttoptr(address, _I8.as_pointer()), *words])
 
 

@@ -1,5 +1,6 @@
 """Compiled experts equal the reference in float64 within what float32 sums and two roundings explain."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -8,13 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muse_fn.kernels import reference
+from muse_fn.kernels import cpu_reasons, reference
 from muse_fn.kernels.packed import MXFP4, Weight, dequantise, quantise_mxfp4
 from tests.models import SEEDS
 
-cpu_experts: Any = pytest.importorskip("muse_fn.kernels.cpu_experts", reason="Numba is not installed")
+pytest.importorskip("numba", reason="Numba is not installed")
 BF16 = torch.bfloat16
-FORMS = ("bf16", "mxfp4")
+# The last is that of many tokens, in bfloat16, where the processor has it.
+FORMS = ("bf16", "mxfp4") if cpu_reasons.no_tiles() else ("bf16", "mxfp4", "columns")
+
+
+def file(form: str) -> Any:
+    return import_module(f"muse_fn.kernels.{'cpu_routes' if form == 'columns' else 'cpu_experts'}")
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -22,7 +28,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def stored(form: str, w: Tensor) -> Weight:
-    return w.to(BF16) if form == "bf16" else quantise_mxfp4(w)
+    return quantise_mxfp4(w) if form == "mxfp4" else w.to(BF16)
 
 
 def experts(seed: int, form: str, count: int, latent: int, inner: int) -> tuple[Weight, Weight]:
@@ -54,7 +60,7 @@ def test_rows_are_those_of_the_reference(
     first = seed % 5
     idx = torch.randint(0, 9, (tokens, routes), generator=torch.Generator().manual_seed(seed))
     for dtype in (BF16, torch.float32):
-        found = cpu_experts.expert_rows(u, idx, gate_up, down, first=first, dtype=dtype)
+        found = file(form).expert_rows(u, idx, gate_up, down, first=first, dtype=dtype)
         assert (found.dtype, found.shape) == (dtype, (tokens, routes, 32 * latent))
         check(found, u, idx, gate_up, down, first)
 
@@ -74,44 +80,61 @@ def test_odd_routings(routing: str, form: str) -> None:
     idx = ROUTINGS[routing]
     gate_up, down = experts(0, form, 4, 64, 32)
     u = draw(2, len(idx), 64).to(BF16)
-    check(cpu_experts.expert_rows(u, idx, gate_up, down), u, idx, gate_up, down)
+    check(file(form).expert_rows(u, idx, gate_up, down), u, idx, gate_up, down)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_no_number_stays_with_its_token_or_its_expert(form: str) -> None:
     gate_up, down = experts(0, form, 3, 32, 32)
     u, idx = draw(2, 5, 32).to(BF16), torch.tensor([[0, 1], [1, 2], [0, 2], [2, 1], [0, 0]])
-    whole = cpu_experts.expert_rows(u, idx, gate_up, down)
+    whole = file(form).expert_rows(u, idx, gate_up, down)
     broken = u.clone()
     broken[1, 7] = float("nan")
-    found = cpu_experts.expert_rows(broken, idx, gate_up, down)
+    found = file(form).expert_rows(broken, idx, gate_up, down)
     assert found[1].isnan().all()
     assert torch.equal(found[[0, 2, 3, 4]], whole[[0, 2, 3, 4]])
     if isinstance(down, MXFP4):
         down.scales[1] = 255
     elif isinstance(down, Tensor):
         down[1] = float("inf")
-    found = cpu_experts.expert_rows(u, idx, gate_up, down)
+    found = file(form).expert_rows(u, idx, gate_up, down)
     assert not found[idx == 1].isfinite().any()
     assert torch.equal(found[idx != 1], whole[idx != 1])
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [0.0, -0.0, 1e-30, 1e15])
-def test_tokens_of_any_size(size: float) -> None:
+def test_tokens_of_any_size(size: float, form: str) -> None:
     """Where gate and up stay in range; beyond it both forms have infinities, at other places."""
     gate_up, down = (w.to(BF16) for w in (draw(0, 2, 64, 32), draw(1, 2, 32, 32)))
     u, idx = (draw(2, 2, 32) * size).to(BF16), torch.tensor([[0], [1]])
-    check(cpu_experts.expert_rows(u, idx, gate_up, down, dtype=torch.float32), u, idx, gate_up, down)
+    check(file(form).expert_rows(u, idx, gate_up, down, dtype=torch.float32), u, idx, gate_up, down)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_two_threads_make_the_same_bits_as_one_and_order_in_memory_does_not_matter(form: str) -> None:
     gate_up, down = experts(0, form, 5, 64, 96)
     u, idx = draw(2, 64, 7).to(BF16).t(), torch.randint(0, 5, (3, 7), generator=torch.Generator().manual_seed(1)).t()
-    one = cpu_experts.expert_rows(u, idx, gate_up, down)
+    one = file(form).expert_rows(u, idx, gate_up, down)
     torch.set_num_threads(2)
     try:
-        two = cpu_experts.expert_rows(u.contiguous(), idx.contiguous(), gate_up, down)
+        two = file(form).expert_rows(u.contiguous(), idx.contiguous(), gate_up, down)
     finally:
         torch.set_num_threads(1)
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bytes_of_tile", [1, 1 << 18])
+def test_a_row_has_the_same_bits_whatever_the_tokens_beside_it(
+    bytes_of_tile: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of them for an expert, in tiles and panels of any number of vectors."""
+    monkeypatch.setattr(file(form), "TILE_BYTES", bytes_of_tile, raising=False)
+    gate_up, down = experts(0, form, 2, 96, 32)
+    u = draw(2, 180, 96).to(BF16)
+    idx = torch.ones(180, 1, dtype=torch.int64)
+    whole = file(form).expert_rows(u, idx, gate_up, down)
+    check(whole, u, idx, gate_up, down)
+    for count in (*range(1, 180, 7), 16, 32, 33, 48, 49, 64, 65, 80, 96, 112, 144):
+        assert torch.equal(file(form).expert_rows(u[-count:], idx[-count:], gate_up, down), whole[-count:])

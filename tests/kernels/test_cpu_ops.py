@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from muse_fn.kernels import cpu, cpu_calls, cpu_ops, reference
+from muse_fn.kernels import cpu, cpu_calls, cpu_ops, cpu_reasons, reference
 from muse_fn.kernels.norms import Gain, Mix
 from muse_fn.kernels.one_op import watching
 from muse_fn.kernels.packed import quantise_mxfp4, quantise_nvfp4
@@ -96,7 +96,11 @@ def test_in_float32_none_is_and_bits_are_as_before(compiled: Ops, taken: list[st
     assert not taken
 
 
-def test_rows_beyond_few_and_other_formats_are_left_to_plain_forms(compiled: Ops, taken: list[str]) -> None:
+def test_rows_beyond_few_and_other_formats_are_left_to_plain_forms(
+    compiled: Ops, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor without pairs of bfloat16."""
+    monkeypatch.setattr(cpu_ops, "no_tiles", lambda: "none")
     x, w = draw(0, cpu_ops.most().rows + 1, 64), draw(1, 5, 64)
     assert torch.equal(compiled.linear(x, w), cpu.linear(x, w))
     packed = quantise_nvfp4(draw(1, 5, 64, dtype=FLOAT))
@@ -118,11 +122,22 @@ def test_matrix_units_take_over_early(
     has_units: bool, compiled: Ops, taken: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "has_matrix_units", lambda: has_units)
+    monkeypatch.setattr(cpu_ops, "no_tiles", lambda: "none")
     experts, x = (draw(1, 2, 64, 64), draw(2, 2, 64, 32)), draw(0, 40, 64)
     compiled.linear(x, experts[0][0])
     compiled.expert_rows(x, torch.zeros(40, 1, dtype=torch.int64), *experts)
     compiled.expert_rows(x, torch.zeros(40, 1, dtype=torch.int64), *(quantise_mxfp4(w.float()) for w in experts))
     assert taken == (["cpu_experts"] if has_units else ["cpu_linear", "cpu_experts", "cpu_experts"])
+
+
+@pytest.mark.skipif(bool(cpu_reasons.no_tiles()), reason="not this processor's form")
+def test_many_routes_to_an_expert_have_a_form_of_their_own(compiled: Ops, taken: list[str]) -> None:
+    experts = draw(8, 4, 64, 64), draw(9, 4, 64, 32)
+    for tokens in (cpu_ops.CROWD - 1, cpu_ops.CROWD, 1000):
+        u, idx = draw(7, tokens, 64), torch.arange(4).expand(tokens, 4)
+        found, expected = (f(u, idx, *experts) for f in (compiled.expert_rows, reference.expert_rows))
+        torch.testing.assert_close(found, expected, rtol=2.0**-4, atol=8.0)
+    assert taken == ["cpu_experts", "cpu_routes", "cpu_routes"]
 
 
 def test_packed_experts_are_taken_as_they_are(compiled: Ops, taken: list[str]) -> None:

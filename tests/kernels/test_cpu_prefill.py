@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from muse_fn.kernels import cpu, cpu_ops, reference
+from muse_fn.kernels import cpu, cpu_ops, cpu_reasons, reference
 from muse_fn.kernels.select import select
 from tests.models import SEEDS
 
 cpu_prefill: Any = pytest.importorskip("muse_fn.kernels.cpu_prefill", reason="Numba is not installed")
-if cpu_ops._why_no_tiles():  # pyright: ignore[reportPrivateUsage]
+if cpu_reasons.no_tiles():
     pytest.skip("not this processor's form", allow_module_level=True)
 BF16 = torch.bfloat16
 
