@@ -7,12 +7,14 @@ the highest score so far. Keys that are not seen are not read.
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
+from muse_fn.kernels.cpu_calls import Work, call, compiled, helpers, threads
 from muse_fn.kernels.cpu_linear import GROUP, piece, spread_row
 from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, narrow
@@ -158,6 +160,29 @@ def _started(a):
     in_parallel(argument(a, 16), argument(a, 17), a, argument(a, 18))
 
 
+class Seen(NamedTuple):
+    """Where queries find their keys: addresses and sizes, as `_attend` has them."""
+
+    k: int
+    v: int
+    size: int  # rows of a block
+    kv_heads: int
+    blocks: int
+    columns: int
+    q_pos: int
+    k_pos: int
+    window: int
+
+
+def attention_of(q: int, shape: Sequence[int], seen: Seen, out: int) -> Work:
+    """Attention of queries at an address, of shape [B, T, N, D], to another, which may be the same."""
+    batch, queries, count, width = shape
+    k, v, size, kv_heads, blocks, columns, q_pos, k_pos, window = seen
+    shared = threads(batch * queries * kv_heads)
+    return Work(_started, [0, batch, queries, kv_heads, count // kv_heads, width // GROUP, q, k, v, blocks, columns,
+        size, q_pos, k_pos, window, out, helpers(shared), compiled(_attend)[1], shared])  # fmt: skip
+
+
 def attend_blocks(
     q_BTND: Tensor,
     k_arena: Tensor,
@@ -169,11 +194,8 @@ def attend_blocks(
 ) -> Tensor:
     """reference.attend_blocks in bfloat16; a query that sees no key gets zeros."""
     q, blocks, q_pos, k_pos = (x.contiguous() for x in (q_BTND, blocks_BC, q_pos_BT, k_pos_BS))
-    batch, queries, count, width = q.shape
-    kv_heads, size = k_arena.shape[2], k_arena.shape[1]
     out = torch.empty_like(q)
-    shared = threads(batch * queries * kv_heads)
-    call(_started, [0, batch, queries, kv_heads, count // kv_heads, width // GROUP, q.data_ptr(), k_arena.data_ptr(),
-        v_arena.data_ptr(), blocks.data_ptr(), blocks.shape[1], size, q_pos.data_ptr(), k_pos.data_ptr(), window,
-        out.data_ptr(), helpers(shared), compiled(_attend)[1], shared])  # fmt: skip
+    seen = Seen(k_arena.data_ptr(), v_arena.data_ptr(), *k_arena.shape[1:3], blocks.data_ptr(), blocks.shape[1],
+        q_pos.data_ptr(), k_pos.data_ptr(), window)  # fmt: skip
+    call(*attention_of(q.data_ptr(), q.shape, seen, out.data_ptr()))
     return out

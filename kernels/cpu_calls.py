@@ -20,7 +20,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +88,14 @@ def call(form: Form, whole: list[int], real: tuple[float, ...] = ()) -> None:
     """Runs a form on int64 and then float64 arguments, on the calling thread."""
     words = struct.pack(f"{len(whole)}q{len(real)}d", *whole, *real)
     compiled(form)[0](ctypes.create_string_buffer(words, len(words)))
+
+
+class Work(NamedTuple):
+    """A form with its int64 and float64 arguments: what `call` takes."""
+
+    form: Form
+    whole: list[int]
+    real: tuple[float, ...] = ()
 
 
 def threads(work: int) -> int:

@@ -6,10 +6,12 @@ What is between the two products is rounded once, as it goes into the second.
 """
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
+from muse_fn.kernels.cpu_calls import Work, call, compiled, helpers, threads
 from muse_fn.kernels.cpu_linear import (
     BF16,
     GROUP,
@@ -167,6 +169,31 @@ def _experts(a):
     in_parallel(argument(a, 22), argument(a, 25), a, argument(a, 23))
 
 
+def room_of(tokens: int, routes: int, experts: int, width: int, inner: int) -> int:
+    """How many bytes `experts_of` has to have room for."""
+    count = tokens * routes
+    return 4 * count * (width + inner) + 8 * (count + 3 * (experts + 1))
+
+
+def experts_of(
+    u: int, idx: int, shape: Sequence[int], gate_up: Weight, down: Weight, first: int, out: int, is_float: bool,
+    room: int,
+) -> Work:  # fmt: skip
+    """Rows of routes, of shape [tokens, routes], from addresses of tokens and routes to another; `room` has as much as
+    `room_of` says."""
+    (tokens, routes), (experts, width, inner) = shape, logical_shape(down)
+    count = tokens * routes
+    weights = [
+        part.data_ptr() for w in (gate_up, down) for part in ((w.codes, w.scales) if isinstance(w, MXFP4) else (w, w))
+    ]
+    hidden, order = room + 4 * count * width, room + 4 * count * (width + inner)
+    touched = order + 8 * (count + experts + 1)
+    shared = threads(min(count, experts) * (inner // UNIT))
+    return Work(_experts, [0, 0, 0, count, routes, experts, width // GROUP, inner // GROUP,
+        isinstance(down, MXFP4), *weights, idx, order, touched, room, hidden, out, is_float, u, first,
+        helpers(shared), shared, compiled(_gate_up)[1], compiled(_down)[1]])  # fmt: skip
+
+
 def expert_rows(
     u_TM: Tensor,
     idx_TR: Tensor,
@@ -179,19 +206,9 @@ def expert_rows(
     """reference.expert_rows for bfloat16 tokens; both widths are multiples of 32."""
     u_TM, idx_TR = u_TM.contiguous(), idx_TR.contiguous()
     experts, width, inner = logical_shape(down_EMF)
-    packed, count = isinstance(down_EMF, MXFP4), idx_TR.numel()
-    weights = [
-        part.data_ptr()
-        for w in (gate_up_EFM, down_EMF)
-        for part in ((w.codes, w.scales) if isinstance(w, MXFP4) else (w, w))
-    ]
     out = u_TM.new_empty(*idx_TR.shape, width, dtype=dtype or u_TM.dtype)
-    whole = idx_TR.new_empty(count + 3 * (experts + 1))
-    room = u_TM.new_empty(count * (width + inner), dtype=torch.float32)
-    order, laid = whole.data_ptr(), room.data_ptr()
-    shared = threads(min(count, experts) * (inner // UNIT))
-    call(_experts, [0, 0, 0, count, idx_TR.shape[-1], experts, width // GROUP, inner // GROUP, packed, *weights,
-        idx_TR.data_ptr(), order, order + 8 * (count + experts + 1), laid, laid + 4 * count * width, out.data_ptr(),
-        out.dtype == torch.float32, u_TM.data_ptr(), first, helpers(shared), shared, compiled(_gate_up)[1],
-        compiled(_down)[1]])  # fmt: skip
+    room = u_TM.new_empty(room_of(*idx_TR.shape, experts, width, inner), dtype=torch.uint8)
+    to, is_float = out.data_ptr(), out.dtype == torch.float32
+    call(*experts_of(u_TM.data_ptr(), idx_TR.data_ptr(), idx_TR.shape, gate_up_EFM, down_EMF, first, to, is_float,
+        room.data_ptr()))  # fmt: skip
     return out

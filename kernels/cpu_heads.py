@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from muse_fn.kernels.cpu_calls import Work, call
 from muse_fn.kernels.cpu_rows import UNIT, shared
 from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, narrow, real, sigmoid, wide
 from muse_fn.kernels.cpu_vectors import claim, workspace
@@ -87,7 +88,7 @@ def _gated(a):
                 to[k] = narrow(wide(given[k]) * scale * sigmoid(wide(gate[k])))
 
 
-def _angles(rotary: Rotary | None) -> tuple[Rotary | None, list[int]]:
+def angles_of(rotary: Rotary | None) -> tuple[Rotary | None, list[int]]:
     """Where angles lie, and what is to be held meanwhile."""
     if rotary is None:
         return None, [0, 0]
@@ -95,15 +96,26 @@ def _angles(rotary: Rotary | None) -> tuple[Rotary | None, list[int]]:
     return both, [x.data_ptr() for x in both]
 
 
+def heads_of(tokens: int, queries: int, keys: int, width: int, places: list[int], real: tuple[float, float]) -> Work:
+    """Rows of queries and keys as heads; `places` and `real` are the last arguments of `_heads`."""
+    return shared(_heads, [0, tokens, queries, keys, width, *places], real)
+
+
+def gate_of(tokens: int, heads: int, width: int, places: list[int], eps: float) -> Work:
+    """Heads normed and gated; `places` are those of o, the gate and the result, which may be o's own."""
+    return shared(_gated, [0, tokens, heads, width, *places], (eps,))
+
+
 def heads(
     q_BTF: Tensor, k_BTF: Tensor, rotary: Rotary | None, head_dim: int, qk_scale: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     """pieces.heads for rows in bfloat16."""
     q, k = q_BTF.contiguous(), k_BTF.contiguous()
-    kept, angles = _angles(rotary)
+    kept, angles = angles_of(rotary)
     made = [x.new_empty(*x.shape[:2], x.shape[2] // head_dim, head_dim) for x in (q, k)]
-    shared(_heads, [0, q.shape[0] * q.shape[1], made[0].shape[2], made[1].shape[2], head_dim, q.data_ptr(),
-        k.data_ptr(), *angles, made[0].data_ptr(), made[1].data_ptr(), 0, 0, 0], (qk_scale, eps))  # fmt: skip
+    places = [q.data_ptr(), k.data_ptr(), *angles, made[0].data_ptr(), made[1].data_ptr(), 0, 0, 0]
+    counts = q.shape[0] * q.shape[1], made[0].shape[2], made[1].shape[2], head_dim
+    call(*heads_of(*counts, places, (qk_scale, eps)))
     del kept
     return made[0], made[1]
 
@@ -122,11 +134,11 @@ def place(
     """pieces.place for rows and arenas in bfloat16."""
     q, k, v, rows = q_BTF.contiguous(), k_BTF.contiguous(), v_BTF.contiguous(), rows.contiguous()
     head_dim = k_arena.shape[-1]
-    kept, angles = _angles(rotary)
+    kept, angles = angles_of(rotary)
     out = q.new_empty(*q.shape[:2], q.shape[2] // head_dim, head_dim)
-    shared(_heads, [0, q.shape[0] * q.shape[1], out.shape[2], k_arena.shape[2], head_dim, q.data_ptr(), k.data_ptr(),
-        *angles, out.data_ptr(), k_arena.data_ptr(), v.data_ptr(), v_arena.data_ptr(), rows.data_ptr()],
-        (qk_scale, eps))  # fmt: skip
+    written = [x.data_ptr() for x in (out, k_arena, v, v_arena, rows)]
+    counts = q.shape[0] * q.shape[1], out.shape[2], k_arena.shape[2], head_dim
+    call(*heads_of(*counts, [q.data_ptr(), k.data_ptr(), *angles, *written], (qk_scale, eps)))
     del kept
     return out
 
@@ -135,6 +147,6 @@ def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float) -> Tensor:
     """pieces.gated in bfloat16."""
     o, gate = o_BTND.contiguous(), gate_BTF.contiguous()
     out = torch.empty_like(gate)
-    shared(_gated, [0, o.shape[0] * o.shape[1], o.shape[2], o.shape[3], o.data_ptr(), gate.data_ptr(),
-        out.data_ptr()], (eps,))  # fmt: skip
+    places = [o.data_ptr(), gate.data_ptr(), out.data_ptr()]
+    call(*gate_of(o.shape[0] * o.shape[1], o.shape[2], o.shape[3], places, eps))
     return out

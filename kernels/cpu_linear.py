@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
+from muse_fn.kernels.cpu_calls import Work, call, compiled, helpers, threads
 from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, bf16, f32, inline, narrow, wide
 from muse_fn.kernels.cpu_vectors import (
@@ -213,27 +213,36 @@ def _products(a):
     in_parallel(argument(a, 9), argument(a, 10), a, argument(a, 11))
 
 
+def matrix(w: Weight, out: int, to_float: bool) -> list[int]:
+    """What `_products` is told of a weight whose result goes to an address, in float32 or bfloat16."""
+    if isinstance(w, MXFP4):
+        return [w.codes.data_ptr(), w.scales.data_ptr(), w.codes.shape[0], PACKED, out, to_float]
+    return [w.data_ptr(), 0, w.shape[0], BF16 if w.dtype == torch.bfloat16 else FLOAT, out, to_float]
+
+
+def products_of(x: int, is_float: bool, count: int, width: int, matrices: Sequence[list[int]], room: int) -> Work:
+    """Products of `count` rows at an address with matrices; there is room for the rows in float32, twice."""
+    layouts, units = 0, 0
+    for _, _, rows, kind, _, _ in matrices:
+        layouts |= 2 if kind == FLOAT else 1
+        units += -(-rows // UNIT)
+    kept, shared = room + (4 * count * width if layouts == 3 else 0), threads(units)
+    words = [number for each in matrices for number in each]
+    return Work(_products, [0, x, is_float, count, width // GROUP, room, kept, len(matrices), units, helpers(shared),
+        compiled(_work)[1], shared, layouts, *words])  # fmt: skip
+
+
 def linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     """pieces.linears for x [..., in], `in` a multiple of 32; x is float32 where a matrix is."""
     x = x.contiguous()
     width = x.shape[-1]
-    count, groups, layouts, units = x.numel() // width, width // GROUP, 0, 0
     made, matrices = [], []
     for w in ws:
-        if isinstance(w, MXFP4):
-            codes, scales, kind, own = w.codes, w.scales.data_ptr(), PACKED, dtype or x.dtype
-        else:
-            kind, own = (BF16 if w.dtype == torch.bfloat16 else FLOAT), dtype or w.dtype
-            codes, scales = w, 0
-        rows = codes.shape[0]
-        out = x.new_empty(*x.shape[:-1], rows, dtype=own)
+        rows, own = (w.codes.shape[0], x.dtype) if isinstance(w, MXFP4) else (w.shape[0], w.dtype)
+        out = x.new_empty(*x.shape[:-1], rows, dtype=dtype or own)
         made.append(out)
-        matrices += codes.data_ptr(), scales, rows, kind, out.data_ptr(), own == torch.float32
-        layouts |= 2 if kind == FLOAT else 1
-        units += -(-rows // UNIT)
-    room = x.new_empty(2 if layouts == 3 else 1, count * width, dtype=torch.float32)
-    first, last = room.data_ptr(), room.data_ptr() + (4 * count * width if layouts == 3 else 0)
-    shared = threads(units)
-    call(_products, [0, x.data_ptr(), x.dtype == torch.float32, count, groups, first, last, len(ws), units,
-        helpers(shared), compiled(_work)[1], shared, layouts, *matrices])  # fmt: skip
+        matrices.append(matrix(w, out.data_ptr(), out.dtype == torch.float32))
+    room = x.new_empty(2, x.numel(), dtype=torch.float32)
+    is_float, count = x.dtype == torch.float32, x.numel() // width
+    call(*products_of(x.data_ptr(), is_float, count, width, matrices, room.data_ptr()))
     return tuple(made)

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from muse_fn.kernels import cpu, pieces, reference
 from muse_fn.kernels.cpu_reasons import (
+    no_arenas,
     no_attention,
     no_experts,
     no_heads,
     no_product,
+    no_rows,
     no_tiles,
     no_vectors,
     unlike,
@@ -51,7 +53,8 @@ BF16, FLOAT = torch.bfloat16, torch.float32
 
 
 @lru_cache(maxsize=256)
-def _say(operation: str, why: str) -> None:
+def say(operation: str, why: str) -> None:
+    """Says in the log why a plain form is used, once."""
     logger.info("%s: the plain form is used: %s", operation, why)
 
 
@@ -61,7 +64,7 @@ def most() -> Most:
 
 
 @lru_cache
-def _file(name: str) -> Any:
+def file_of(name: str) -> Any:
     """A file of compiled forms, imported when first needed: Numba is, too."""
     return import_module(f"muse_fn.kernels.{name}")
 
@@ -71,13 +74,13 @@ def _either(
 ) -> Callable[..., Result]:
     if not why:
         return form
-    _say(operation, why)
+    say(operation, why)
     return plain
 
 
 @one_op
 def _linears(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    return _file("cpu_linear").linears(x, ws, dtype)
+    return file_of("cpu_linear").linears(x, ws, dtype)
 
 
 def linears(
@@ -90,7 +93,7 @@ def linears(
     if not is_ours or not 0 < rows <= most().rows:
         return pieces.linears(x, ws, dtype, linear=cpu.linear)
     if why := no_product(x, ws, dtype):
-        _say("linears", why)
+        say("linears", why)
         return pieces.linears(x, ws, dtype, linear=cpu.linear)
     return _linears(x, ws, dtype)
 
@@ -112,22 +115,23 @@ def attend(
     """reference.attend: its keys are the rows of one block for each sequence. Of a few positions nothing is said."""
     args = q_BTND, k_BSKD, v_BSKD, q_pos_BT, k_pos_BS
     is_ours = q_BTND.dtype == BF16 and q_BTND.shape[1] > MOST_QUERIES
-    why = "" if not is_ours else no_attention(*args) or no_tiles()
+    shape = q_BTND.shape[2] // k_BSKD.shape[2], q_BTND.shape[3]
+    why = "" if not is_ours else no_attention(*shape, *args[1:]) or why_not(q_BTND) or no_tiles()
     if why:
-        _say("attend", why)
+        say("attend", why)
     return _attend(*args, window) if is_ours and not why else cpu.attend(*args, window, is_start)
 
 
 @one_op
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     blocks = torch.arange(len(q)).unsqueeze(1)
-    return _file("cpu_prefill").attend_blocks(q, k.contiguous(), v.contiguous(), blocks, *rest)
+    return file_of("cpu_prefill").attend_blocks(q, k.contiguous(), v.contiguous(), blocks, *rest)
 
 
 @one_op
 def _attend_blocks(*args: Any) -> Tensor:
     is_few = args[0].shape[1] <= MOST_QUERIES
-    return _file("cpu_attention" if is_few else "cpu_prefill").attend_blocks(*args)
+    return file_of("cpu_attention" if is_few else "cpu_prefill").attend_blocks(*args)
 
 
 def attend_blocks(
@@ -145,13 +149,12 @@ def attend_blocks(
     args = q_BTND, k_arena, v_arena, blocks_BC, q_pos_BT, k_pos_BS, window
     if q_BTND.dtype != BF16:
         return cpu.attend_blocks(*args, is_start)
-    why = no_attention(*args[:-1])
-    if not why and not (k_arena.is_contiguous() and v_arena.is_contiguous()):
-        why = "an arena is a view of another tensor"
+    shape = q_BTND.shape[2] // k_arena.shape[2], q_BTND.shape[3]
+    why = no_attention(*shape, *args[1:-1]) or no_arenas(k_arena, v_arena) or why_not(q_BTND)
     if not why and q_BTND.shape[1] > MOST_QUERIES:
         why = no_tiles()
     if why:
-        _say("attend_blocks", why)
+        say("attend_blocks", why)
     return cpu.attend_blocks(*args, is_start) if why else _attend_blocks(*args)
 
 
@@ -159,16 +162,14 @@ def attend_blocks(
 def _expert_rows(
     file: str, u: Tensor, idx: Tensor, gate_up: Weight, down: Weight, first: int, dtype: torch.dtype
 ) -> Tensor:
-    return _file(file).expert_rows(u, idx, gate_up, down, first=first, dtype=dtype)
+    return file_of(file).expert_rows(u, idx, gate_up, down, first=first, dtype=dtype)
 
 
-def _experts_file(u: Tensor, idx: Tensor, down: Weight) -> str:
-    """Which form has these sizes; "" for the plain one."""
-    if u.dtype != BF16:
-        return ""
+def experts_file(tokens: int, routes: int, down: Weight) -> str:
+    """Which form of experts is for so many in bfloat16; "" for the plain one."""
     if isinstance(down, Tensor) and not no_tiles():
-        return "cpu_routes" if idx.numel() >= CROWD * len(down) else "cpu_experts"
-    return "cpu_experts" if len(u) <= (most().tokens if isinstance(down, Tensor) else most().packed) else ""
+        return "cpu_routes" if routes >= CROWD * len(down) else "cpu_experts"
+    return "cpu_experts" if tokens <= (most().tokens if isinstance(down, Tensor) else most().packed) else ""
 
 
 def expert_rows(
@@ -182,10 +183,12 @@ def expert_rows(
     arranged: Tensor | tuple[()] | None = None,
 ) -> Tensor:
     """reference.expert_rows."""
-    file = _experts_file(u_TM, idx_TR, down_EMF)
-    why = no_experts(u_TM, idx_TR, gate_up_EFM, down_EMF, dtype or u_TM.dtype) if file else ""
+    file = experts_file(len(u_TM), idx_TR.numel(), down_EMF) if u_TM.dtype == BF16 else ""
+    why = ""
+    if file:
+        why = no_experts(u_TM.shape[-1], gate_up_EFM, down_EMF) or no_rows(u_TM, idx_TR, dtype or u_TM.dtype)
     if why:
-        _say("expert_rows", why)
+        say("expert_rows", why)
     if why or not file:
         return cpu.expert_rows(u_TM, idx_TR, gate_up_EFM, down_EMF, first=first, dtype=dtype, arranged=arranged)
     return _expert_rows(file, u_TM, idx_TR, gate_up_EFM, down_EMF, first, dtype or u_TM.dtype)
@@ -193,7 +196,7 @@ def expert_rows(
 
 @one_op
 def _normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
-    return _file("cpu_rows").normed(x, norm, eps, dtype)
+    return file_of("cpu_rows").normed(x, norm, eps, dtype)
 
 
 def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
@@ -206,7 +209,7 @@ def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
 
 @one_op
 def _join(*args: Any) -> Joined:
-    return _file("cpu_rows").join(*args)
+    return file_of("cpu_rows").join(*args)
 
 
 def join(
@@ -230,7 +233,7 @@ def join(
 
 @one_op
 def _heads(*args: Any) -> tuple[Tensor, Tensor]:
-    return _file("cpu_heads").heads(*args)
+    return file_of("cpu_heads").heads(*args)
 
 
 def heads(
@@ -258,7 +261,7 @@ def place(
     is_whole = k_arena.dtype == v_arena.dtype == BF16 and k_arena.is_contiguous() and v_arena.is_contiguous()
     if is_whole and rows.dtype == torch.int64 and watcher() is None:
         why = no_heads(k_arena.shape[-1], rotary, q_BTF, k_BTF, v_BTF) or why_not(k_arena, v_arena, rows)
-        form = _either("place", why, _file("cpu_heads").place if not why else pieces.place, pieces.place)
+        form = _either("place", why, file_of("cpu_heads").place if not why else pieces.place, pieces.place)
         return form(q_BTF, k_BTF, v_BTF, rotary, qk_scale, eps, k_arena, v_arena, rows)
     head_dim = k_arena.shape[-1]
     q, k = heads(q_BTF, k_BTF, rotary, head_dim, qk_scale, eps)
@@ -269,21 +272,21 @@ def place(
 
 @one_op
 def _gated(o: Tensor, gate: Tensor, eps: float) -> Tensor:
-    return _file("cpu_heads").gated(o, gate, eps)
+    return file_of("cpu_heads").gated(o, gate, eps)
 
 
 def gated(o_BTND: Tensor, gate_BTF: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """pieces.gated: compiled in bfloat16."""
     why = unlike(BF16, o_BTND, gate_BTF) or ("" if dtype == BF16 else f"the result is {dtype}") or why_not(o_BTND)
     if why:
-        _say("gated", why)
+        say("gated", why)
         return pieces.gated(o_BTND, gate_BTF, eps, dtype)
     return _gated(o_BTND, gate_BTF, eps)
 
 
 @one_op
 def _choose(*args: Any) -> Chosen:
-    return _file("cpu_rows").choose(*args)
+    return file_of("cpu_rows").choose(*args)
 
 
 def choose(
@@ -308,7 +311,7 @@ def choose(
 
 @one_op
 def _blend(y: Tensor, weight: Tensor, norm: Gain, eps: float) -> Tensor:
-    return _file("cpu_rows").blend(y, weight, norm, eps)
+    return file_of("cpu_rows").blend(y, weight, norm, eps)
 
 
 def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
@@ -317,7 +320,7 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch
         return pieces.blend(y_TRM, weight_TR, norm, eps, dtype)
     why = no_vectors(y_TRM.shape[-1], norm.factor) or unlike(FLOAT, weight_TR) or why_not(y_TRM, weight_TR)
     if why:
-        _say("blend", why)
+        say("blend", why)
         return pieces.blend(y_TRM, weight_TR, norm, eps, dtype)
     return _blend(y_TRM, weight_TR, norm, eps)
 

@@ -66,12 +66,16 @@ def no_product(x: Tensor, ws: Sequence[Weight], dtype: torch.dtype | None) -> st
     return why_not(x, *(part for w in ws for part in ((w,) if isinstance(w, Tensor) else w)))
 
 
-def no_attention(q: Tensor, k: Tensor, v: Tensor, *places: Tensor) -> str:
-    """For reference.attend and attend_blocks, except for how an arena lies."""
-    width, heads = q.shape[3], q.shape[2] // k.shape[2]
+def no_attention(heads: int, width: int, k: Tensor, v: Tensor, *places: Tensor) -> str:
+    """For reference.attend and attend_blocks with so many heads to a key, as far as queries do not decide."""
     if width % GROUP or width > WIDEST_HEAD or heads > 16:
         return f"{heads} heads of {width} to a key: it takes 16 at most, of a multiple of {GROUP} up to {WIDEST_HEAD}"
-    return unlike(BF16, k, v) or unlike(torch.int64, *places) or why_not(q, k, v, *places)
+    return unlike(BF16, k, v) or unlike(torch.int64, *places) or why_not(k, v, *places)
+
+
+def no_arenas(k: Tensor, v: Tensor) -> str:
+    """Why keys and values cannot be read where they lie."""
+    return "" if k.is_contiguous() and v.is_contiguous() else "an arena is a view of another tensor"
 
 
 def no_tiles() -> str:
@@ -88,22 +92,29 @@ def _has_dots() -> bool:
     return import_module("muse_fn.kernels.cpu_vectors").HAS_DOTS
 
 
-def no_experts(u: Tensor, idx: Tensor, gate_up: Weight, down: Weight, dtype: torch.dtype) -> str:
-    """For reference.expert_rows."""
+def no_experts(latent: int, gate_up: Weight, down: Weight) -> str:
+    """For reference.expert_rows on tokens of this width."""
     parts = [part for w in (gate_up, down) for part in ((w,) if isinstance(w, Tensor) else w)]
-    experts, latent, inner = logical_shape(down)
-    if tuple(logical_shape(gate_up)) != (experts, 2 * inner, latent) or list(u.shape) != [len(idx), latent]:
+    experts, width, inner = logical_shape(down)
+    if tuple(logical_shape(gate_up)) != (experts, 2 * inner, latent) or width != latent:
         return "tokens, routes and experts of sizes that do not belong together"
     if type(gate_up) is not type(down) or not isinstance(down, (Tensor, MXFP4)):
         return "experts in neither bfloat16 nor MXFP4"
-    if u.shape[-1] % GROUP or (down if isinstance(down, Tensor) else down.codes).shape[-1] % (GROUP // 2):
+    if latent % GROUP or (down if isinstance(down, Tensor) else down.codes).shape[-1] % (GROUP // 2):
         return f"widths that are no multiples of {GROUP}"
-    if any(not part.is_contiguous() for part in parts) or dtype not in (BF16, FLOAT):
-        return "a part of the weights is a view of another tensor, or the result is neither bfloat16 nor float32"
+    if any(not part.is_contiguous() for part in parts):
+        return "a part of the weights is a view of another tensor"
     if isinstance(down, Tensor) and down.shape[-1] % GROUP:
         return f"widths that are no multiples of {GROUP}"
     plain = unlike(BF16, gate_up, down) if isinstance(gate_up, Tensor) and isinstance(down, Tensor) else ""
-    return plain or unlike(torch.int64, idx) or why_not(u, idx, *parts)
+    return plain or why_not(*parts)
+
+
+def no_rows(u: Tensor, idx: Tensor, dtype: torch.dtype) -> str:
+    """For its tokens, their routes and the dtype of its result."""
+    if u.dim() != 2 or len(u) != len(idx) or dtype not in (BF16, FLOAT):
+        return "tokens and routes of sizes that do not belong together, or a result in neither bfloat16 nor float32"
+    return unlike(torch.int64, idx) or why_not(u, idx)
 
 
 def no_vectors(width: int, *vectors: Tensor) -> str:

@@ -6,12 +6,13 @@ bfloat16. Many rows are shared among threads, few are done where they are.
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.cpu_calls import address, call, compiled, helpers, threads
+from muse_fn.kernels.cpu_calls import Work, address, call, compiled, helpers, threads
 from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, narrow, real, wide
 from muse_fn.kernels.cpu_vectors import claim
@@ -157,18 +158,25 @@ def _route(a):
             weight[r] = weight[r] / (total + eps) * factor
 
 
-def shared(form, numbers: list[int], real: tuple[float, ...]) -> None:
-    """Starts a form whose second argument is its rows on as many threads as they are worth."""
+def shared(form, numbers: list[int], real: tuple[float, ...]) -> Work:
+    """A form whose second argument is its rows, on as many threads as they are worth."""
     many = threads(numbers[1] // UNIT)
     if many == 1:
-        call(form, numbers, real)
-    else:
-        call(_started, [helpers(many), compiled(form)[1], many, 0, *numbers], real)
+        return Work(form, numbers, real)
+    return Work(_started, [helpers(many), compiled(form)[1], many, 0, *numbers], real)
 
 
 def _started(a):
     """Arguments: the helpers' state, the form, threads, 0, then the form's own."""
     in_parallel(argument(a, 0), argument(a, 1), a + 32, argument(a, 2))
+
+
+def norm_of(
+    x: int, is_float: bool, count: int, width: int, factor: int, eps: float, out: int, to_float: bool, room: int
+) -> Work:
+    """Rows at an address normed, times a factor unless its address is 0, to another; there is room for them in
+    float32."""
+    return shared(_normed, [0, count, width, x, is_float, factor, out, to_float, room, 0, 0, 0], (eps,))
 
 
 def normed(x: Tensor, norm: Gain | None, eps: float, dtype: torch.dtype) -> Tensor:
@@ -177,10 +185,17 @@ def normed(x: Tensor, norm: Gain | None, eps: float, dtype: torch.dtype) -> Tens
     out = torch.empty_like(x, dtype=dtype)
     is_float = x.dtype == torch.float32
     room = out if is_float else torch.empty_like(x, dtype=torch.float32)
-    factor = address(norm and norm.factor)
-    shared(_normed, [0, x.numel() // width, width, x.data_ptr(), is_float, factor, out.data_ptr(),
-        dtype == torch.float32, room.data_ptr(), 0, 0, 0], (eps,))  # fmt: skip
+    given = x.data_ptr(), is_float, x.numel() // width, width, address(norm and norm.factor), eps
+    call(*norm_of(*given, out.data_ptr(), dtype == torch.float32, room.data_ptr()))
     return out
+
+
+def join_of(
+    h: int, branch: int, count: int, width: int, vectors: Sequence[int], new: int, a: int, to_float: bool,
+    eps: tuple[float, float],
+) -> Work:  # fmt: skip
+    """A branch joined, from addresses to others; `vectors` are scale or 0, alpha, beta, norm or 0."""
+    return shared(_join, [0, count, width, h, branch, *vectors, new, a, to_float], eps)
 
 
 def join(
@@ -198,9 +213,16 @@ def join(
     new = torch.empty_like(h)
     a = new if norm is None else torch.empty_like(h, dtype=dtype)
     vectors = [address(x) for x in (scale and scale.factor, mix.alpha, mix.beta, norm and norm.factor)]
-    shared(_join, [0, h.numel() // width, width, h.data_ptr(), branch.data_ptr(), *vectors, new.data_ptr(),
-        a.data_ptr(), a.dtype == torch.float32], (post_eps, eps))  # fmt: skip
+    given = h.data_ptr(), branch.data_ptr(), h.numel() // width, width, vectors
+    call(*join_of(*given, new.data_ptr(), a.data_ptr(), a.dtype == torch.float32, (post_eps, eps)))
     return Joined(new, a)
+
+
+def blend_of(
+    y: int, weight: int, tokens: int, routes: int, width: int, factor: int, eps: float, out: int, room: int
+) -> Work:
+    """Rows of routes blended, from addresses to another; there is room for two rows of each token in float32."""
+    return shared(_blend, [0, tokens, width, y, weight, routes, factor, out, room], (eps,))
 
 
 def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float) -> Tensor:
@@ -208,9 +230,19 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float) -> Tensor:
     y_TRM, weight_TR = y_TRM.contiguous(), weight_TR.contiguous()
     tokens, routes, width = y_TRM.shape
     out, room = y_TRM.new_empty(tokens, width), y_TRM.new_empty(tokens, 2, width, dtype=torch.float32)
-    shared(_blend, [0, tokens, width, y_TRM.data_ptr(), weight_TR.data_ptr(), routes, norm.factor.data_ptr(),
-        out.data_ptr(), room.data_ptr()], (eps,))  # fmt: skip
+    given = y_TRM.data_ptr(), weight_TR.data_ptr(), tokens, routes, width, norm.factor.data_ptr(), eps
+    call(*blend_of(*given, out.data_ptr(), room.data_ptr()))
     return out
+
+
+def route_of(
+    logits: int, tokens: int, experts: int, top_k: int, bias: int, factors: tuple[float, float], idx: int, weight: int,
+    room: int,
+) -> Work:  # fmt: skip
+    """Experts chosen by logits, from addresses to others; `factors` are the multiplier and what weights sum to, and
+    there is room for two numbers of 8 bytes for each expert."""
+    whole = [tokens, experts, top_k, logits, bias, room, room + 8 * experts, idx, weight]
+    return Work(_route, whole, (*factors, ROUTE_EPS))
 
 
 def choose(
@@ -229,6 +261,6 @@ def choose(
     tokens, experts = logits_TE.shape
     idx, weight = logits_TE.new_empty(tokens, top_k, dtype=torch.int64), logits_TE.new_empty(tokens, top_k)
     room = idx.new_empty(2 * experts)
-    call(_route, [tokens, experts, top_k, logits_TE.data_ptr(), bias_E.data_ptr(), room.data_ptr(),
-        room.data_ptr() + 8 * experts, idx.data_ptr(), weight.data_ptr()], (multiplier, factor, ROUTE_EPS))  # fmt: skip
+    given = logits_TE.data_ptr(), tokens, experts, top_k, bias_E.data_ptr(), (multiplier, factor)
+    call(*route_of(*given, idx.data_ptr(), weight.data_ptr(), room.data_ptr()))
     return Chosen(Routes(idx, weight), normed(squeezed_PTm[0], norm, eps, dtype))

@@ -44,7 +44,7 @@ def capped(z: Tensor, multiplier: float, cap: float) -> Tensor:
     z = z.contiguous()
     out = torch.empty_like(z, dtype=torch.float32)
     count, less = z.numel(), 1.0 / cap if cap else 0.0
-    shared(_capped, [0, -(-count // PIECE), count, z.data_ptr(), out.data_ptr()], (multiplier, cap, less))
+    call(*shared(_capped, [0, -(-count // PIECE), count, z.data_ptr(), out.data_ptr()], (multiplier, cap, less)))
     return out
 
 

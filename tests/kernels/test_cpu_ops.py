@@ -37,13 +37,13 @@ def compiled() -> Iterator[Ops]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files of compiled forms as they are asked for."""
-    found, file = list[str](), cpu_ops._file  # pyright: ignore[reportPrivateUsage]
+    found, file = list[str](), cpu_ops.file_of
 
     def watched(name: str) -> Any:
         found.append(name)
         return file(name)
 
-    monkeypatch.setattr(cpu_ops, "_file", watched)
+    monkeypatch.setattr(cpu_ops, "file_of", watched)
     return found
 
 
@@ -149,7 +149,7 @@ def test_packed_experts_are_taken_as_they_are(compiled: Ops, taken: list[str]) -
 
 
 def test_why_a_form_was_left_out_is_said_once(compiled: Ops, caplog: pytest.LogCaptureFixture) -> None:
-    cpu_ops._say.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    cpu_ops.say.cache_clear()
     with caplog.at_level(logging.INFO, "muse_fn.kernels"):
         for _ in range(3):
             compiled.linear(draw(0, 3, 40), draw(1, 5, 40))

@@ -47,8 +47,8 @@ def logits(params: Params, ops: Ops | None = None) -> Tensor:
 
 def test_a_step_is_as_near_to_float32_as_a_plain_one(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    file = cpu_ops._file  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(cpu_ops, "_file", lambda name: (names.append(name), file(name))[1])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    file = cpu_ops.file_of
+    monkeypatch.setattr(cpu_ops, "file_of", lambda name: (names.append(name), file(name))[1])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     found = logits(params)
     assert {*names} == {"cpu_linear", "cpu_rows", "cpu_heads", "cpu_attention", "cpu_experts"}
     exact = logits(map_tensors(lambda t: t.float() if t.dtype == BF16 else t, params), REFERENCE)
