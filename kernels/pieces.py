@@ -187,3 +187,39 @@ def blend(y_TRM: Tensor, weight_TR: Tensor, norm: Gain, eps: float, dtype: torch
     The rows must be whole: the norm of a partial sum is not a part of the norm.
     """
     return (input_scaled_norm(y_TRM, norm, eps) * weight_TR.unsqueeze(-1)).sum(1).to(dtype)
+
+
+class Block(NamedTuple):
+    """The parameters of a layer with experts on one rank, vectors worked out, and the norm of the layer after it."""
+
+    q: Weight
+    k: Weight
+    v: Weight
+    gate: Weight
+    o: Weight
+    attn_mix: Mix
+    mlp_norm: Gain
+    router: Tensor
+    bias: Tensor
+    squeeze: Weight
+    squeeze_norm: Gain
+    gate_up: Weight
+    down: Weight
+    expert_norm: Gain
+    expand: Weight
+    post_norm: Gain
+    mlp_mix: Mix
+    coming: Gain | None  # None: this layer is the last
+
+
+class Numbers(NamedTuple):
+    """A layer's numbers, as the operations above take them."""
+
+    head_dim: int
+    window: int
+    top_k: int
+    qk_scale: float
+    multiplier: float
+    factor: float
+    eps: float
+    post_eps: float

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from muse_fn.kernels import cpu, invariant, pieces, reference, static
 from muse_fn.kernels.norms import Gain, Mix, Rotary
 from muse_fn.kernels.packed import Weight
-from muse_fn.kernels.pieces import Chosen, Context, Joined, Projected
+from muse_fn.kernels.pieces import Block, Chosen, Context, Joined, Numbers, Projected
 
 
 class Linear(Protocol):
@@ -52,6 +52,10 @@ class ExpertRows(Protocol):
 
 AttendNew = Callable[[Projected, Rotary | None, float, float, Tensor, Tensor, Context, dtype], Tensor]
 
+# A layer with experts on one rank, on a stream and its normed rows -> the same for the next layer and the experts taken
+# int64 [T, R]; None for a step that the form does not take.
+WholeLayer = Callable[[Joined, Rotary | None, Tensor, Tensor, Context], tuple[Joined, Tensor] | None]
+
 
 @dataclass(frozen=True)
 class Ops:
@@ -75,6 +79,9 @@ class Ops:
     attend_new: AttendNew | None = None
     choose: Callable[[Tensor, Tensor, int, float, float, Tensor, Gain, float, dtype], Chosen] = pieces.choose
     blend: Callable[[Tensor, Tensor, Gain, float, dtype], Tensor] = pieces.blend
+    # Makes all of a layer one operation, once for many steps: its parameters stay where they are. None: there is no
+    # such form, for the table or for this layer.
+    prepare: Callable[[Block, Numbers], WholeLayer | None] | None = None
 
 
 REFERENCE = Ops(
@@ -153,17 +160,17 @@ def sees_numbers() -> bool:
 
 @lru_cache
 def _compiled() -> Ops:
-    names = [field.name for field in fields(Ops) if field.name != "why"]
-    forms = import_module("muse_fn.kernels.cpu_ops")
+    names = [field.name for field in fields(Ops) if field.name not in ("why", "prepare")]
+    forms, whole = (import_module(f"muse_fn.kernels.{name}") for name in ("cpu_ops", "cpu_whole"))
     why = "Numba: in bfloat16 weights read once for a few rows, attention in tiles, one pass between products"
-    return Ops(why=why, **{name: getattr(forms, name) for name in names})
+    return Ops(why=why, prepare=whole.prepare, **{name: getattr(forms, name) for name in names})
 
 
 @lru_cache
 def _triton() -> Ops:
     """Imported when first needed: a machine without Triton has no such file to import."""
     forms = import_module("muse_fn.kernels.gpu_ops")
-    names = [field.name for field in fields(Ops) if field.name != "why"]
+    names = [field.name for field in fields(Ops) if field.name not in ("why", "prepare")]
     why = "Triton: packed experts read once, one launch for what stands between products, attention split over keys"
     return Ops(why=why, **{name: getattr(forms, name) for name in names})
 

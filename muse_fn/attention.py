@@ -25,6 +25,12 @@ class Step(NamedTuple):
     is_start: bool = False  # the tokens are those at positions 0, 1, 2 …
 
 
+def seen_by(layer: int, step: Step, config: Config) -> Context:
+    """What a layer's tokens see in the cache, and where they go."""
+    at, window = step.places[step.slots[layer][0]], config.window if config.is_sliding(layer) else 0
+    return Context(at.write, at.blocks_BC, step.pos_BT, at.pos_BS, window, step.is_start)
+
+
 def attention(
     p: Attention,
     a_tH: Tensor,
@@ -47,9 +53,8 @@ def attention(
     window = config.window if config.is_sliding(layer) else 0
     eps, width = config.rms_norm_eps, config.head_dim
     if isinstance(kv, KVCache):
-        group, slot = step.slots[layer]
-        at, arenas = step.places[group], (kv.k[slot], kv.v[slot])
-        seen = Context(at.write, at.blocks_BC, step.pos_BT, at.pos_BS, window, step.is_start)
+        slot, seen = step.slots[layer][1], seen_by(layer, step, config)
+        arenas = kv.k[slot], kv.v[slot]
         if ops.attend_new is not None:
             given = Projected(q, k, v, gate), rotary, config.qk_scale_factor, eps
             o_BTF = ops.attend_new(*given, *arenas, seen, p.o.dtype)

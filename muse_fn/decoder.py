@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.attention import Step, attention
+from muse_fn.attention import Step, attention, seen_by
 from muse_fn.kernels.around import capped, embedding, gains, mixes, rotary_of, stream_norm
 from muse_fn.kernels.norms import Gain, Mix
-from muse_fn.kernels.pieces import Joined
-from muse_fn.kernels.select import Ops, select, under_vmap
+from muse_fn.kernels.pieces import Block, Joined, Numbers
+from muse_fn.kernels.select import Ops, WholeLayer, select, under_vmap
 from muse_fn.kvcache.cache import KVCache, Places
 from muse_fn.kvcache.layout import layout_of
 from muse_fn.moe import MoEScales, mlp
@@ -172,6 +172,7 @@ class Scales(NamedTuple):
     mlp_post_norm: Gain
     mlp_gate: Mix
     moe: MoEScales | tuple[()]  # for layers with experts
+    whole: WholeLayer | None = None  # all of the layer, if a device does that in one and it was prepared
 
 
 def scales(layers: tuple[Layer, ...], config: Config) -> tuple[Scales, ...]:
@@ -192,6 +193,38 @@ def scales(layers: tuple[Layer, ...], config: Config) -> tuple[Scales, ...]:
         )
         for p in layers
     )
+
+
+def prepared(params: Params, config: Config, mesh: Mesh = ONE, *, ops: Ops | None = None) -> tuple[Scales, ...]:
+    """`scales` of this stage's layers for many steps, which take them as `every`, and each layer prepared where the
+    device has a form of all of it. They hold what the parameters are now, and where they lie."""
+    ops, own = ops or select(sample_tensor(params).device), stage_config(config, mesh)
+    every = scales(params.layers, config)
+    if ops.prepare is None or mesh.size(STAGE) > 1:
+        return every
+    norms = [*(s.attn_norm for s in every[1:]), None]
+    wholes = [
+        ops.prepare(_block_of(p, s, norm), _numbers_of(own, i)) if isinstance(p.mlp, MoE) else None
+        for i, (p, s, norm) in enumerate(zip(params.layers, every, norms, strict=True))
+    ]
+    return tuple(s._replace(whole=whole) for s, whole in zip(every, wholes, strict=True))
+
+
+def _block_of(p: Layer, s: Scales, coming: Gain | None) -> Block:
+    attn, m = p.attn, p.mlp
+    assert isinstance(m, MoE)
+    assert isinstance(s.moe, MoEScales)
+    return Block(
+        *(attn.q, attn.k, attn.v, attn.gate, attn.o, s.attn_gate, s.mlp_norm),
+        *(m.router.weight, m.router.bias, m.squeeze, s.moe.squeeze_norm),
+        *(m.experts.gate_up, m.experts.down, s.moe.expert_norm, m.expand, s.mlp_post_norm, s.mlp_gate, coming),
+    )
+
+
+def _numbers_of(config: Config, layer: int) -> Numbers:
+    window = config.window if config.is_sliding(layer) else 0
+    factors = config.qk_scale_factor, config.output_multiplier, config.routed_scaling_factor
+    return Numbers(config.head_dim, window, config.top_k, *factors, config.rms_norm_eps, config.post_norm_eps)
 
 
 def embed(params: Params, tokens_BT: Tensor, config: Config, division: Division = UNDIVIDED) -> Tensor:
@@ -219,11 +252,24 @@ def decoder_layer(
     The stream comes normed for the first branch and leaves normed for what is `coming`.
     """
     post_eps, eps = config.post_norm_eps, config.rms_norm_eps
+    at_once = _at_once(s, stream, kv, layer, step, config, ops, division)
+    if at_once is not None:
+        return at_once[0], kv, at_once[1]
     h, a, _ = stream
     b, kv = attention(p.attn, a, kv, layer, step, config, ops, division)
     h, m, rounded = ops.join(h, b[None], None, s.attn_gate, s.mlp_norm, post_eps, eps, torch.float32)
     f, taken = mlp(p.mlp, m, config, ops, division, s.moe, rounded)
     return ops.join(h, f, s.mlp_post_norm, s.mlp_gate, coming.norm, post_eps, eps, coming.dtype), kv, taken
+
+
+def _at_once(
+    s: Scales, stream: Joined, kv: Cache, layer: int, step: Step, config: Config, ops: Ops, division: Division
+) -> tuple[Joined, Tensor] | None:
+    """What follows in `decoder_layer` as one operation, if the layer was prepared and its form takes this step."""
+    if s.whole is None or ops.prepare is None or not isinstance(kv, KVCache) or division.mesh.size(STAGE) > 1:
+        return None
+    slot, rotary = step.slots[layer][1], step.rotary if config.has_rotary(layer) else None
+    return s.whole(stream, rotary, kv.k[slot], kv.v[slot], seen_by(layer, step, config))
 
 
 def logits(params: Params, h: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, *, gathered: bool = True) -> Tensor:

@@ -29,6 +29,7 @@ def prefill(
     gathered: bool = True,
     microbatches: int | None = None,
     checked: bool = False,
+    every: tuple[Scales, ...] = (),
     ops: Ops | None = None,
 ) -> tuple[Tensor, KVCache]:
     """Reads a chunk of each prompt into the cache. Consumes `kv`.
@@ -39,14 +40,16 @@ def prefill(
 
     On a mesh every rank calls with the same arguments but its own `params` and `kv`; `gathered=False` returns its share
     of the vocabulary only. Pipeline stages work on `microbatches` pieces of the chunk at once (default: as many as
-    there are stages). `ops` are the fastest for the device unless given. Raises ValueError for a step that does not fit
-    its blocks, unless who calls has made sure that it does (`checked`).
+    there are stages). `every` are the layers' vectors, worked out at each step unless `prepared` did once. `ops` are
+    the fastest for the device unless given. Raises ValueError for a step that does not fit its blocks, unless who calls
+    has made sure that it does (`checked`).
     """
     check_share(params, kv, config, mesh or ONE)
     if not checked:
         check_step(tokens, kv, view, config, at_least=0 if all_logits else 1)
     is_start = not view.past_B.any()
-    found = run(params, tokens, kv, view, config, mesh, microbatches=microbatches, is_start=is_start, ops=ops)
+    given = (params, tokens, consume(kv), view, config, mesh or ONE)
+    found = run_on(*given, microbatches=microbatches, is_start=is_start, every=every, ops=ops)
     h = found.h_BTH if all_logits else last_rows(found.h_BTH, view)
     return logits(params, h, config, ops or select(h.device), mesh or ONE, gathered=gathered), found.kv
 
@@ -61,16 +64,17 @@ def decode(
     *,
     gathered: bool = True,
     checked: bool = False,
+    every: tuple[Scales, ...] = (),
     ops: Ops | None = None,
 ) -> tuple[Tensor, KVCache]:
     """One step of running sequences, each with T >= 1 new tokens: int64 [B, T] -> float32 [B, T, V]. Consumes `kv`.
 
-    On a mesh as in `prefill`.
+    On a mesh as in `prefill`, and so are `every` and `ops`.
     """
     check_share(params, kv, config, mesh or ONE)
     if not checked:
         check_step(tokens, kv, view, config, at_least=0)
-    found = run(params, tokens, kv, view, config, mesh, microbatches=1, ops=ops)
+    found = run_on(params, tokens, consume(kv), view, config, mesh or ONE, microbatches=1, every=every, ops=ops)
     ops = ops or select(found.h_BTH.device)
     return logits(params, found.h_BTH, config, ops, mesh or ONE, gathered=gathered), found.kv
 

@@ -32,7 +32,8 @@ pytestmark = [
 ]
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-OPERATIONS = [field.name for field in fields(Ops) if field.name not in ("why", "attend_new")]  # that all tables have
+OPTIONAL = ("attend_new", "prepare")  # that some tables have
+OPERATIONS = [field.name for field in fields(Ops) if field.name not in ("why", *OPTIONAL)]
 FORMS = {name: getattr(gpu_ops, name) for name in OPERATIONS}
 TABLE = Ops(why="Triton, in its interpreter", attend_new=gpu_ops.attend_new, **FORMS)
 INNER = ("linear", "sigmoid")  # keywords of the plain forms that no table passes

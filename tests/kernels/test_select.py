@@ -27,7 +27,8 @@ from muse_fn.kernels.select import (
 from tests.models import close
 
 CPU = torch.device("cpu")
-OPERATIONS = [field.name for field in fields(Ops) if field.name not in ("why", "attend_new")]  # that all tables have
+OPTIONAL = ("attend_new", "prepare")  # that some tables have
+OPERATIONS = [field.name for field in fields(Ops) if field.name not in ("why", *OPTIONAL)]
 
 
 def seen_inside(transform: str) -> Ops:

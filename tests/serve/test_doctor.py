@@ -19,7 +19,8 @@ from muse_fn.serve.__main__ import main
 from muse_fn.serve.options import BANNER
 
 Shown = Callable[..., tuple[str, str]]
-OPERATIONS = {field.name for field in fields(Ops)} - {"why", "attend_new"}  # the last has a form on CUDA devices alone
+# The last two have forms on CUDA devices alone, and in compiled forms for a CPU alone.
+OPERATIONS = {field.name for field in fields(Ops)} - {"why", "attend_new", "prepare"}
 
 
 @pytest.fixture
@@ -72,7 +73,8 @@ def test_json_says_what_is_here(shown: Shown) -> None:
         table = select.select(torch.device("cpu"))
     assert (here["device"], here["why"], here["threads"]) == ("cpu", table.why, torch.get_num_threads())
     assert here["matrix_units"] == cpu.has_matrix_units()
-    assert here["operations"].keys() == OPERATIONS
+    assert here["operations"].keys() - {"prepare"} == OPERATIONS
+    assert ("prepare" in here["operations"]) == (not cpu_calls.why_not())
     assert here["operations"] == doctor.origins(table)
     assert here["why_no_numba"] == (cpu_calls.why_not() or None)
     assert here["name"].strip()

@@ -1,0 +1,99 @@
+"""Layers prepared for steps of few tokens on a CPU: their parameters are checked once, a step checks what is its own.
+
+kernels/cpu_ops.py has each operation alone; what is not taken here goes there.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from muse_fn.kernels import cpu_calls, cpu_ops
+from muse_fn.kernels.cpu_ops import BF16, FLOAT, MOST_QUERIES
+from muse_fn.kernels.norms import Rotary
+from muse_fn.kernels.one_op import watcher
+from muse_fn.kernels.packed import logical_shape
+from muse_fn.kernels.pieces import Block, Context, Joined, Numbers
+
+Step = Callable[[Joined, Rotary | None, Tensor, Tensor, Context], tuple[Joined, Tensor] | None]
+
+
+class _Prepared(NamedTuple):
+    """A layer, and how it is run for each size of step that came."""
+
+    block: Block
+    numbers: Numbers
+    plans: dict[Any, Any]
+
+
+def prepare(block: Block, numbers: Numbers) -> Step | None:
+    """`Ops.prepare`: for bfloat16, experts in MXFP4 perhaps."""
+    if why := _why_not_block(block, numbers):
+        cpu_ops.say("prepare", why)
+        return None
+    return partial(_run, _Prepared(block, numbers, {}))
+
+
+def _why_not_block(p: Block, n: Numbers) -> str:
+    """Why a layer of these parameters is none; what it would be given is stood for by rows of zeros."""
+    dense = p.q, p.k, p.v, p.gate, p.o, p.squeeze, p.expand
+    if any(not isinstance(w, Tensor) or w.dtype != BF16 for w in dense) or p.router.dtype != FLOAT:
+        return "a matrix outside of the experts that is not in bfloat16, or a router that is not in float32"
+    (width, features), keys, latent = logical_shape(p.o), logical_shape(p.k)[0], logical_shape(p.squeeze)[0]
+    into, mixed = torch.zeros(1, width, dtype=BF16), torch.zeros(1, latent, dtype=BF16)
+    coming = () if p.coming is None else (p.coming.factor,)
+    streams = *p.attn_mix, *p.mlp_mix, p.mlp_norm.factor, p.post_norm.factor, *coming
+    arena = torch.zeros(2, 1, 1, n.head_dim, dtype=BF16)
+    return (
+        cpu_ops.why_no_product(into, (p.q, p.k, p.v, p.gate), None)
+        or cpu_ops.why_no_product(torch.zeros(1, features, dtype=BF16), (p.o,), None)
+        or cpu_ops.why_no_product(into.float(), (p.router, p.squeeze), None)
+        or cpu_ops.why_no_product(mixed, (p.expand,), None)
+        or cpu_ops.why_no_experts(latent, p.gate_up, p.down)
+        or cpu_ops.why_no_attention(features // keys, n.head_dim, arena, arena)
+        or cpu_ops.why_no_heads(n.head_dim, None, into)
+        or cpu_ops.why_no_vectors(width, *streams)
+        or cpu_ops.why_no_vectors(latent, p.squeeze_norm.factor, p.expert_norm.factor)
+        or cpu_ops.why_no_vectors(len(p.router), p.bias)
+        or cpu_ops.why_not(p.bias, *streams)
+    )
+
+
+def _run(
+    made: _Prepared, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
+) -> tuple[Joined, Tensor] | None:
+    """The layer on a step, or None for a step that it does not take."""
+    if not _takes(made, stream, rotary, k_arena, v_arena, at):
+        return None
+    form, (batch, length), count = cpu_ops.file_of("cpu_layer"), at.q_pos_BT.shape, torch.get_num_threads()
+    size = batch, length, k_arena.shape[1], count, cpu_calls.helpers(count)
+    plan = made.plans.get(size)
+    if plan is None:  # one thread's is as good as another's
+        plan = made.plans[size] = form.whole(made.block, made.numbers, form.Size(*size))
+    is_last = made.block.coming is None
+    return form.run_layer(plan, made.numbers.top_k, stream, rotary, k_arena, v_arena, at, is_last)
+
+
+def _takes(
+    made: _Prepared, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
+) -> bool:
+    """Whether a step has few rows, whose tensors are whole. Who watches is to see the arenas written by PyTorch."""
+    (h, a, _), (tokens, width), head_dim = stream, stream.h.shape, made.numbers.head_dim
+    angles, (batch, length) = rotary or (), at.q_pos_BT.shape
+    most = min(cpu_ops.most().rows, cpu_ops.most_tokens(made.block.down))
+    if watcher() is not None or length > MOST_QUERIES or not tokens == batch * length <= most:
+        return False
+    kept = logical_shape(made.block.k)[0] // head_dim, head_dim
+    places = at.write, at.blocks_BC, at.q_pos_BT, at.k_pos_BS
+    given = h, a, k_arena, v_arena, *angles, *places
+    return (
+        a.shape == h.shape == (tokens, width)
+        and k_arena.shape == v_arena.shape
+        and k_arena.shape[2:] == kept
+        and all(x.numel() == tokens * head_dim for x in angles)
+        and all(x.is_contiguous() for x in given)
+        and [x.dtype for x in given] == [FLOAT, BF16, BF16, BF16, *[FLOAT] * len(angles), *[torch.int64] * 4]
+        and not cpu_ops.why_not(*given)
+    )
