@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from muse_fn.decoder import Scales, prepared
 from muse_fn.kernels.select import select
 from muse_fn.kvcache.cache import KVCache, View, init_cache, own_blocks
 from muse_fn.params.config import Config
@@ -120,11 +121,19 @@ def our_prefill(params: Params, tokens: Tensor, config: Config, room: int) -> tu
     return out, kv, advance(view)
 
 
-def our_decode(params: Params, config: Config, token: Tensor, kv: KVCache, view: View, steps: int) -> Tensor:
+def our_decode(
+    params: Params,
+    config: Config,
+    token: Tensor,
+    kv: KVCache,
+    view: View,
+    steps: int,
+    every: tuple[Scales, ...] = (),
+) -> Tensor:
     """Greedy tokens [B, steps]."""
     made: list[Tensor] = []
     for _ in range(steps):
-        out, kv = decode(params, token, kv, view, config)
+        out, kv = decode(params, token, kv, view, config, every=every)
         token, view = out[:, -1].argmax(-1, keepdim=True), advance(view)
         made.append(token)
     return torch.cat(made, 1)
@@ -229,6 +238,7 @@ def measure(model: Any, params: Params, config: Config, case: Case, args: argpar
     """Times one case again and again, both sides in turn; yields what is known so far."""
     tokens = torch.randint(2, config.vocab_size, (case.batch, args.context), generator=torch.Generator().manual_seed(1))
     result = Timing([], [])
+    every = prepared(params, config)  # for all steps, as their model is when it is built
     first, kv, view = our_prefill(params, tokens, config, args.steps)
     theirs_first, kept = their_prefill(model, tokens)
     token, theirs_token = first.argmax(-1, keepdim=True), theirs_first.argmax(-1, keepdim=True)
@@ -238,7 +248,7 @@ def measure(model: Any, params: Params, config: Config, case: Case, args: argpar
             theirs = seconds(lambda: their_prefill(model, tokens))
         else:
             cache, own = copy.deepcopy((kept, kv))  # a step consumes both
-            mine = seconds(lambda own=own: our_decode(params, config, token, own, view, args.steps)) / args.steps
+            mine = seconds(lambda own=own: our_decode(params, config, token, own, view, args.steps, every)) / args.steps
             theirs = seconds(lambda cache=cache: their_decode(model, theirs_token, cache, args.steps)) / args.steps
         if repeat:  # the first warms up
             result.ours.append(mine)
@@ -255,6 +265,7 @@ def packed_lines(params: Params, config: Config, args: argparse.Namespace) -> It
     forms = {"bfloat16": params, "packed": packed, "unpacked": from_named(sparse_layers(config), plain)}
     yield "Experts in MXFP4, milliseconds of a prefill and of a decode step (median):"
     tokens = torch.randint(2, config.vocab_size, (1, args.context), generator=torch.Generator().manual_seed(1))
+    every = {name: prepared(tree, config) for name, tree in forms.items()}
     spent: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(args.repeats + 1):  # the first warms up
         for name, tree in forms.items():
@@ -268,7 +279,7 @@ def packed_lines(params: Params, config: Config, args: argparse.Namespace) -> It
             for name, tree in forms.items():
                 first, kv, view = copy.deepcopy(begun[name])
                 token = first.argmax(-1, keepdim=True)
-                run = partial(our_decode, tree, config, token, kv, view, args.steps)
+                run = partial(our_decode, tree, config, token, kv, view, args.steps, every[name])
                 spent[name].append(seconds(run) / args.steps)
         yield f"batch {batch}: {told(spent)}."
 

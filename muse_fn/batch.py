@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from muse_fn.decoder import Scales
 from muse_fn.kernels.select import Ops
 from muse_fn.kvcache.arena import Blocks, carry_in, carry_out
 from muse_fn.kvcache.blocks import NoRoom, Pool, admit, discard, extend, fill, finish, new_pool, push, restore, table
@@ -29,6 +30,7 @@ class Runner:
     mesh: Mesh = ONE
     chunk: int = 512  # prompt tokens read in one step
     ops: Ops | None = None  # None: the fastest for the device
+    every: tuple[Scales, ...] = ()  # of `prepared`; none: worked out at each step
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +90,8 @@ def read(
         pool = wider
         view = view_of(pool, [name], [past], stop - past, runner.device)
         chunk = torch.tensor([tokens[past:stop]], device=runner.device)
-        logits, kv = prefill(runner.params, chunk, kv, view, runner.config, runner.mesh, gathered=False, ops=runner.ops)
+        given = runner.params, chunk, kv, view, runner.config, runner.mesh
+        logits, kv = prefill(*given, gathered=False, every=runner.every, ops=runner.ops)
         pool, past = fill(pool, name, stop), stop
         if progress:
             progress(past, len(tokens))
@@ -108,9 +111,8 @@ def step(runner: Runner, batch: Batch, names: Sequence[int], tokens: Sequence[in
         pool = wider
     view = view_of(pool, names, past, 1, runner.device)
     column = torch.tensor(tokens, device=runner.device)[:, None]
-    logits, kv = decode(
-        runner.params, column, batch.kv, view, runner.config, runner.mesh, gathered=False, ops=runner.ops
-    )
+    given = runner.params, column, batch.kv, view, runner.config, runner.mesh
+    logits, kv = decode(*given, gathered=False, every=runner.every, ops=runner.ops)
     for name, filled in zip(names, past, strict=True):
         pool = fill(pool, name, filled + 1)
     return logits[:, 0], Batch(pool, kv)

@@ -21,6 +21,7 @@ from muse_fn.batch import (
     suspend,
     view_of,
 )
+from muse_fn.decoder import prepared
 from muse_fn.kernels.select import Ops
 from muse_fn.kvcache.blocks import NoRoom, admit, extend, fill
 from muse_fn.load import Model
@@ -117,7 +118,8 @@ def stream(
     watch = StopWatch(_stop_tokens(model, settings), settings.stop, model.tokenizer)
     if not prompts:
         return
-    runner = Runner(model.params, model.config, mesh or ONE, settings.chunk, settings.ops)
+    every = prepared(model.params, model.config, mesh or ONE, ops=settings.ops)
+    runner = Runner(model.params, model.config, mesh or ONE, settings.chunk, settings.ops, every)
     room = _num_blocks(model, prompts, budgets, settings)
     rules = _Rules(
         draws([settings.sampling] * len(prompts), model.config.vocab_size, runner.device),
