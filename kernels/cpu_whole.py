@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.kernels import cpu_calls, cpu_ops
+from muse_fn.kernels import cpu_calls, cpu_ops, cpu_reasons
 from muse_fn.kernels.cpu_ops import BF16, FLOAT, MOST_QUERIES
 from muse_fn.kernels.norms import Rotary
 from muse_fn.kernels.one_op import watcher
@@ -47,17 +47,17 @@ def _why_not_block(p: Block, n: Numbers) -> str:
     streams = *p.attn_mix, *p.mlp_mix, p.mlp_norm.factor, p.post_norm.factor, *coming
     arena = torch.zeros(2, 1, 1, n.head_dim, dtype=BF16)
     return (
-        cpu_ops.why_no_product(into, (p.q, p.k, p.v, p.gate), None)
-        or cpu_ops.why_no_product(torch.zeros(1, features, dtype=BF16), (p.o,), None)
-        or cpu_ops.why_no_product(into.float(), (p.router, p.squeeze), None)
-        or cpu_ops.why_no_product(mixed, (p.expand,), None)
-        or cpu_ops.why_no_experts(latent, p.gate_up, p.down)
-        or cpu_ops.why_no_attention(features // keys, n.head_dim, arena, arena)
-        or cpu_ops.why_no_heads(n.head_dim, None, into)
-        or cpu_ops.why_no_vectors(width, *streams)
-        or cpu_ops.why_no_vectors(latent, p.squeeze_norm.factor, p.expert_norm.factor)
-        or cpu_ops.why_no_vectors(len(p.router), p.bias)
-        or cpu_ops.why_not(p.bias, *streams)
+        cpu_reasons.no_product(into, (p.q, p.k, p.v, p.gate), None)
+        or cpu_reasons.no_product(torch.zeros(1, features, dtype=BF16), (p.o,), None)
+        or cpu_reasons.no_product(into.float(), (p.router, p.squeeze), None)
+        or cpu_reasons.no_product(mixed, (p.expand,), None)
+        or cpu_reasons.no_experts(latent, p.gate_up, p.down)
+        or cpu_reasons.no_attention(features // keys, n.head_dim, arena, arena)
+        or cpu_reasons.no_heads(n.head_dim, None, into)
+        or cpu_reasons.no_vectors(width, *streams)
+        or cpu_reasons.no_vectors(latent, p.squeeze_norm.factor, p.expert_norm.factor)
+        or cpu_reasons.no_vectors(len(p.router), p.bias)
+        or cpu_reasons.why_not(p.bias, *streams)
     )
 
 
@@ -82,8 +82,9 @@ def _takes(
     """Whether a step has few rows, whose tensors are whole. Who watches is to see the arenas written by PyTorch."""
     (h, a, _), (tokens, width), head_dim = stream, stream.h.shape, made.numbers.head_dim
     angles, (batch, length) = rotary or (), at.q_pos_BT.shape
-    most = min(cpu_ops.most().rows, cpu_ops.most_tokens(made.block.down))
-    if watcher() is not None or length > MOST_QUERIES or not tokens == batch * length <= most:
+    if watcher() is not None or length > MOST_QUERIES or not tokens == batch * length <= cpu_ops.most().rows:
+        return False
+    if cpu_ops.experts_file(tokens, tokens * made.numbers.top_k, made.block.down) != "cpu_experts":
         return False
     kept = logical_shape(made.block.k)[0] // head_dim, head_dim
     places = at.write, at.blocks_BC, at.q_pos_BT, at.k_pos_BS
@@ -95,5 +96,5 @@ def _takes(
         and all(x.numel() == tokens * head_dim for x in angles)
         and all(x.is_contiguous() for x in given)
         and [x.dtype for x in given] == [FLOAT, BF16, BF16, BF16, *[FLOAT] * len(angles), *[torch.int64] * 4]
-        and not cpu_ops.why_not(*given)
+        and not cpu_reasons.why_not(*given)
     )

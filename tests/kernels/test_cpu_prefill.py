@@ -139,8 +139,8 @@ def test_what_is_no_number_harms_its_own_rows() -> None:
 
 
 def test_it_takes_many_positions_with_and_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, file = list[str](), cpu_ops._file  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(cpu_ops, "_file", lambda name: (taken.append(name), file(name))[1])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    taken, file = list[str](), cpu_ops.file_of  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(cpu_ops, "file_of", lambda name: (taken.append(name), file(name))[1])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     q, k, v, blocks, q_pos, k_pos = step(0, 48, 0, 2, 2, 64)
     with torch.no_grad():
         ops = select(torch.device("cpu"))
