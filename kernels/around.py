@@ -104,7 +104,7 @@ def triton_form(where: device) -> Any:
 def numba_form(*given: Tensor) -> Any:
     """kernels/cpu_step.py where its forms can take these tensors, as select.select and kernels/cpu_ops.py decide; or
     None."""
-    if not given[0].is_cpu or may_differentiate() or why_no_numba() or _cpu_ops().why_not(*given):
+    if not given[0].is_cpu or may_differentiate() or why_no_numba() or _reasons().why_not(*given):
         return None
     return _cpu_step()
 
@@ -117,8 +117,8 @@ def _form_of_vectors(vectors: Sequence[Tensor]) -> Any:
 
 
 @lru_cache
-def _cpu_ops() -> Any:
-    return import_module("muse_fn.kernels.cpu_ops")
+def _reasons() -> Any:
+    return import_module("muse_fn.kernels.cpu_reasons")
 
 
 @lru_cache
