@@ -16,6 +16,7 @@ from torch import Tensor
 
 from muse_fn.kernels import cpu, pieces, reference
 from muse_fn.kernels.cpu_reasons import (
+    WIDEST_PACKED,
     no_arenas,
     no_attention,
     no_experts,
@@ -29,7 +30,7 @@ from muse_fn.kernels.cpu_reasons import (
 )
 from muse_fn.kernels.norms import Gain, Mix, Rotary
 from muse_fn.kernels.one_op import one_op, watcher
-from muse_fn.kernels.packed import Weight
+from muse_fn.kernels.packed import Weight, logical_shape
 from muse_fn.kernels.pieces import Chosen, Joined
 
 Result = TypeVar("Result")
@@ -167,8 +168,12 @@ def _expert_rows(
 
 def experts_file(tokens: int, routes: int, down: Weight) -> str:
     """Which form of experts is for so many in bfloat16; "" for the plain one."""
-    if isinstance(down, Tensor) and not no_tiles():
-        return "cpu_routes" if routes >= CROWD * len(down) else "cpu_experts"
+    experts, *widths = logical_shape(down)
+    if not no_tiles() and (isinstance(down, Tensor) or max(widths) <= WIDEST_PACKED):
+        if routes >= CROWD * experts:
+            return "cpu_routes"
+        if isinstance(down, Tensor):
+            return "cpu_experts"
     return "cpu_experts" if tokens <= (most().tokens if isinstance(down, Tensor) else most().packed) else ""
 
 

@@ -18,6 +18,7 @@ from muse_fn.kernels.packed import MXFP4, Weight, logical_shape
 
 GROUP = 32  # inputs that a product reads at a time
 WIDEST_HEAD = 256
+WIDEST_PACKED = 4096  # inputs of packed experts, of which a form for many tokens unpacks 16 rows into 128 KiB
 BF16, FLOAT = torch.bfloat16, torch.float32
 _dispatch = attrgetter("__torch_dispatch__")  # a class of tensors that has its own need not hold numbers
 _PLAIN = _dispatch(Tensor)

@@ -1,4 +1,5 @@
-"""Experts on the rows of many tokens in bfloat16: each expert's rows stand as columns beside its matrices.
+"""Experts on the rows of many tokens in bfloat16: each expert's rows stand as columns beside its matrices, which are in
+bfloat16, or in MXFP4 and unpacked a few rows at a time, for all of a tile.
 
 The contract is that of reference.expert_rows. Routes are put in order of their expert and cut into tiles whose rows
 stay in the caches while the expert's matrices pass by. Threads lay out tiles; then they claim blocks of rows of gate
@@ -15,7 +16,8 @@ from muse_fn.kernels.cpu_experts import in_order
 from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, i64, inline
 from muse_fn.kernels.cpu_tiles import clear, turned
-from muse_fn.kernels.cpu_vectors import LANES, claim, spread, workspace
+from muse_fn.kernels.cpu_vectors import LANES, claim, spread, unpacked, workspace
+from muse_fn.kernels.packed import MXFP4, Weight, logical_shape
 
 GROUP = 32  # channels to 64 bytes
 UNIT = 64  # rows of a matrix that a thread claims at once
@@ -73,8 +75,19 @@ def _lay_out(a):
             start, before, rest = start + vectors * LANES, before + vectors, rest - vectors
 
 
+@inline
+def _rows_of(packed, w, scales, row, count, groups, room):
+    """Where `count` rows of a stack of matrices lie in bfloat16: in `room` if they have to be unpacked."""
+    if packed:
+        for g in range(row * groups, (row + count) * groups):
+            unpacked(w + g * 16, scales + g, room + (g - row * groups) * 64)
+        return room
+    return w + row * groups * 64
+
+
 def _gate_up(a):
     """Claims rows of gate and up."""
+    room, packed = workspace(131072), argument(a, 27)
     groups, inner = argument(a, 8), argument(a, 9) * GROUP
     tiles, stride, blocks = i64(argument(a, 15), 4 * argument(a, 3)), groups * 64, (inner + UNIT - 1) // UNIT
     while True:
@@ -83,8 +96,10 @@ def _gate_up(a):
             break
         tile, row = 4 * (unit // blocks), unit % blocks * UNIT
         for n in range(row, min(row + UNIT, inner), EIGHT):
-            gate = argument(a, 10) + (tiles[tile] * 2 * inner + n) * stride
-            up, before = gate + inner * stride, tiles[tile + 3]
+            first = tiles[tile] * 2 * inner + n
+            gate = _rows_of(packed, argument(a, 10), argument(a, 28), first, EIGHT, groups, room)
+            up = _rows_of(packed, argument(a, 10), argument(a, 28), first + inner, EIGHT, groups, room + EIGHT * stride)
+            before = tiles[tile + 3]
             rest = (tiles[tile + 2] + LANES - 1) // LANES
             while rest:
                 vectors = _vectors(rest)
@@ -114,6 +129,7 @@ def _columns(w, stride, x, pairs, vectors, sums):
 
 def _down(a):
     """Claims rows of down, whose sums go to the routes' rows."""
+    room, packed = workspace(131072), argument(a, 27)
     groups, width = argument(a, 9), argument(a, 8) * GROUP
     tiles, stride, blocks = i64(argument(a, 15), 4 * argument(a, 3)), groups * 64, (width + UNIT - 1) // UNIT
     order, sums, rows, each = i64(argument(a, 13), argument(a, 4)), workspace(3072), workspace(1024), argument(a, 20)
@@ -123,7 +139,8 @@ def _down(a):
             break
         tile, row = 4 * (unit // blocks), unit % blocks * UNIT
         for n in range(row, min(row + UNIT, width), LANES):
-            w, before = argument(a, 11) + (tiles[tile] * width + n) * stride, tiles[tile + 3]
+            row_n, before = tiles[tile] * width + n, tiles[tile + 3]
+            w = _rows_of(packed, argument(a, 11), argument(a, 29), row_n, LANES, groups, room)
             first, stop = tiles[tile + 1], tiles[tile + 1] + tiles[tile + 2]
             while first < stop:
                 vectors = _vectors((stop - first + LANES - 1) // LANES)
@@ -141,7 +158,8 @@ def _experts(a):
     """Arguments: 0 to 2 claims, 3 tiles (found here), 4 routes, 5 of each token, 6 experts here, 7 the result, 8 and 9
     groups of the latent and the inner width, 10 gate and up, 11 down, 12 experts of the routes, 13 their order, 14
     touched experts, 15 tiles, 16 laid out tokens, 17 what is between, 18 routes of a tile, 19 tokens, 20 bytes of an
-    element of the result, 21 the first expert here, 22 the helpers, 23 threads, 24 to 26 the three parts."""
+    element of the result, 21 the first expert here, 22 the helpers, 23 threads, 24 to 26 the three parts, 27
+    whether weights are packed, 28 and 29 their scales."""
     count, experts, groups = argument(a, 4), argument(a, 6), argument(a, 8)
     routes, order = i64(argument(a, 12), count), i64(argument(a, 13), count + experts + 1)
     touched = i64(argument(a, 14), 2 * experts + 2)
@@ -161,15 +179,19 @@ def _experts(a):
 def expert_rows(
     u_TM: Tensor,
     idx_TR: Tensor,
-    gate_up_EFM: Tensor,
-    down_EMF: Tensor,
+    gate_up_EFM: Weight,
+    down_EMF: Weight,
     *,
     first: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """reference.expert_rows in bfloat16; both widths are multiples of 32."""
+    """reference.expert_rows in bfloat16; both widths are multiples of 32, of packed experts WIDEST_PACKED at most."""
     u_TM, idx_TR = u_TM.contiguous(), idx_TR.contiguous()
-    experts, width, inner = down_EMF.shape
+    experts, width, inner = logical_shape(down_EMF)
+    packed = isinstance(down_EMF, MXFP4)
+    (gate_up, gate_up_scales), (down, down_scales) = (
+        w if isinstance(w, MXFP4) else (w, w) for w in (gate_up_EFM, down_EMF)
+    )
     count, own = idx_TR.numel(), dtype or u_TM.dtype
     most = max(1, TILE_BYTES // (2 * width * WIDEST * LANES)) * WIDEST * LANES
     out = u_TM.new_empty(*idx_TR.shape, width, dtype=own)
@@ -181,7 +203,8 @@ def expert_rows(
     touched = order + 8 * (count + experts + 1)
     shared = threads(min(count, experts) * -(-inner // UNIT))
     call(_experts, [0, 0, 0, 0, count, idx_TR.shape[-1], experts, out.data_ptr(), width // GROUP, inner // GROUP,
-        gate_up_EFM.data_ptr(), down_EMF.data_ptr(), idx_TR.data_ptr(), order, touched, touched + 16 * (experts + 1),
+        gate_up.data_ptr(), down.data_ptr(), idx_TR.data_ptr(), order, touched, touched + 16 * (experts + 1),
         laid, laid + 2 * LANES * vectors * width, most, u_TM.data_ptr(), own.itemsize, first, helpers(shared), shared,
-        compiled(_lay_out)[1], compiled(_gate_up)[1], compiled(_down)[1]])  # fmt: skip
+        compiled(_lay_out)[1], compiled(_gate_up)[1], compiled(_down)[1], packed,
+        gate_up_scales.data_ptr(), down_scales.data_ptr()])  # fmt: skip
     return out

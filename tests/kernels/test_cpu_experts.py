@@ -15,12 +15,12 @@ from tests.models import SEEDS
 
 pytest.importorskip("numba", reason="Numba is not installed")
 BF16 = torch.bfloat16
-# The last is that of many tokens, in bfloat16, where the processor has it.
-FORMS = ("bf16", "mxfp4") if cpu_reasons.no_tiles() else ("bf16", "mxfp4", "columns")
+# The last two are those of many tokens, where the processor has them.
+FORMS = ("bf16", "mxfp4") if cpu_reasons.no_tiles() else ("bf16", "mxfp4", "columns", "packed columns")
 
 
 def file(form: str) -> Any:
-    return import_module(f"muse_fn.kernels.{'cpu_routes' if form == 'columns' else 'cpu_experts'}")
+    return import_module(f"muse_fn.kernels.{'cpu_routes' if form.endswith('columns') else 'cpu_experts'}")
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -28,7 +28,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def stored(form: str, w: Tensor) -> Weight:
-    return quantise_mxfp4(w) if form == "mxfp4" else w.to(BF16)
+    return quantise_mxfp4(w) if form in ("mxfp4", "packed columns") else w.to(BF16)
 
 
 def experts(seed: int, form: str, count: int, latent: int, inner: int) -> tuple[Weight, Weight]:
