@@ -10,7 +10,17 @@ from numba import types
 from numba.extending import intrinsic
 
 from muse_fn.kernels.cpu_tiles import _every, _exp2, _narrow, _product
-from muse_fn.kernels.cpu_vectors import _FLOATS, _WORDS, _load, _plus, _store, _word, _words
+from muse_fn.kernels.cpu_vectors import (
+    _FLOATS,
+    _WORDS,
+    HAS_PERMUTE,
+    _load,
+    _pair_of_mxfp4,
+    _plus,
+    _store,
+    _word,
+    _words,
+)
 
 EIGHT, WIDEST = 8, 3
 
@@ -68,6 +78,18 @@ def sixteen(context, source, is_float, target):
                 _store(b, value, target)
             with half:
                 _store(b, _narrow(b, value), target)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def unpacked(context, codes, scale, target):
+    """32 weights in MXFP4 -> the same in bfloat16, which holds them, and which products of pairs take."""
+
+    def codegen(context, b, signature, args):
+        even, odd = [b.bitcast(x, _WORDS) for x in _pair_of_mxfp4(b, args[0], args[1], HAS_PERMUTE)]
+        _store(b, b.or_(b.lshr(even, _words(16)), b.and_(odd, _words(0xFFFF0000))), args[2])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), codegen

@@ -10,13 +10,13 @@ and up, whose gated results are laid out as the next product wants them, rounded
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.cpu_blocks import EIGHT, WIDEST, hidden, sixteen, sums_of
+from muse_fn.kernels.cpu_blocks import EIGHT, WIDEST, hidden, sixteen, sums_of, unpacked
 from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
 from muse_fn.kernels.cpu_experts import in_order
 from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, i64, inline
 from muse_fn.kernels.cpu_tiles import clear, turned
-from muse_fn.kernels.cpu_vectors import LANES, claim, spread, unpacked, workspace
+from muse_fn.kernels.cpu_vectors import LANES, claim, spread, workspace
 from muse_fn.kernels.packed import MXFP4, Weight, logical_shape
 
 GROUP = 32  # channels to 64 bytes

@@ -295,18 +295,6 @@ def spread(context, source, target):
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic
-def unpacked(context, codes, scale, target):
-    """32 weights in MXFP4 -> the same in bfloat16, which holds them, and which products of pairs take."""
-
-    def codegen(context, b, signature, args):
-        even, odd = [b.bitcast(x, _WORDS) for x in _pair_of_mxfp4(b, args[0], args[1], HAS_PERMUTE)]
-        _store(b, b.or_(b.lshr(even, _words(16)), b.and_(odd, _words(0xFFFF0000))), args[2])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
-
-
 def _loader(kind, result):
     def typed(context, address):
         return result(types.int64), lambda context, b, signature, args: _load(b, args[0], kind)
