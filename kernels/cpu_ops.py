@@ -125,7 +125,7 @@ def attend(
 
 @one_op
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    blocks = torch.arange(len(q)).unsqueeze(1)
+    blocks = torch.arange(len(q), device="cpu").unsqueeze(1)
     return file_of("cpu_prefill").attend_blocks(q, k.contiguous(), v.contiguous(), blocks, *rest)
 
 

@@ -48,7 +48,7 @@ def planned(works: Sequence[Work]) -> Plan:
         words += [number & ((1 << SHIFT) - 1) for number in whole]
         words += struct.unpack(f"{len(real)}q", struct.pack(f"{len(real)}d", *real))
         which += [number >> SHIFT for number in whole] + [0] * len(real)
-    return Plan(*(torch.tensor(x, dtype=torch.int64) for x in (words, which)))
+    return Plan(*(torch.tensor(x, dtype=torch.int64, device="cpu") for x in (words, which)))
 
 
 def _follow(a):

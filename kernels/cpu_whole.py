@@ -3,9 +3,7 @@
 kernels/cpu_ops.py has each operation alone; what is not taken here goes there.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +15,31 @@ from muse_fn.kernels.one_op import watcher
 from muse_fn.kernels.packed import logical_shape
 from muse_fn.kernels.pieces import Block, Context, Joined, Numbers
 
-Step = Callable[[Joined, Rotary | None, Tensor, Tensor, Context], tuple[Joined, Tensor] | None]
+
+class Prepared:
+    """A layer, and how it is run for each size of step that came and each place where its parameters lay: these are
+    addresses, so a copy, in this process or another, begins without."""
+
+    def __init__(self, block: Block, numbers: Numbers) -> None:
+        self.block, self.numbers, self.plans = block, numbers, dict[Any, Any]()
+        self.held: list[Tensor] = [t for x in block for t in ((x,) if isinstance(x, Tensor) else x or ())]
+
+    def __call__(
+        self, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
+    ) -> tuple[Joined, Tensor] | None:
+        """The layer on a step, or None for a step that it does not take."""
+        return _run(self, stream, rotary, k_arena, v_arena, at)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prepared, (self.block, self.numbers)
 
 
-class _Prepared(NamedTuple):
-    """A layer, and how it is run for each size of step that came."""
-
-    block: Block
-    numbers: Numbers
-    plans: dict[Any, Any]
-
-
-def prepare(block: Block, numbers: Numbers) -> Step | None:
+def prepare(block: Block, numbers: Numbers) -> Prepared | None:
     """`Ops.prepare`: for bfloat16, experts in MXFP4 perhaps."""
     if why := _why_not_block(block, numbers):
         cpu_ops.say("prepare", why)
         return None
-    return partial(_run, _Prepared(block, numbers, {}))
+    return Prepared(block, numbers)
 
 
 def _why_not_block(p: Block, n: Numbers) -> str:
@@ -62,22 +68,23 @@ def _why_not_block(p: Block, n: Numbers) -> str:
 
 
 def _run(
-    made: _Prepared, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
+    made: Prepared, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
 ) -> tuple[Joined, Tensor] | None:
     """The layer on a step, or None for a step that it does not take."""
     if not _takes(made, stream, rotary, k_arena, v_arena, at):
         return None
     form, (batch, length), count = cpu_ops.file_of("cpu_layer"), at.q_pos_BT.shape, torch.get_num_threads()
     size = batch, length, k_arena.shape[1], count, cpu_calls.helpers(count)
-    plan = made.plans.get(size)
+    key = size, *(t.data_ptr() for t in made.held)  # whose storage may be another one by now
+    plan = made.plans.get(key)
     if plan is None:  # one thread's is as good as another's
-        plan = made.plans[size] = form.whole(made.block, made.numbers, form.Size(*size))
+        plan = made.plans[key] = form.whole(made.block, made.numbers, form.Size(*size))
     is_last = made.block.coming is None
     return form.run_layer(plan, made.numbers.top_k, stream, rotary, k_arena, v_arena, at, is_last)
 
 
 def _takes(
-    made: _Prepared, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
+    made: Prepared, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
 ) -> bool:
     """Whether a step has few rows, whose tensors are whole. Who watches is to see the arenas written by PyTorch."""
     (h, a, _), (tokens, width), head_dim = stream, stream.h.shape, made.numbers.head_dim

@@ -52,9 +52,17 @@ class ExpertRows(Protocol):
 
 AttendNew = Callable[[Projected, Rotary | None, float, float, Tensor, Tensor, Context, dtype], Tensor]
 
+
 # A layer with experts on one rank, on a stream and its normed rows -> the same for the next layer and the experts taken
 # int64 [T, R]; None for a step that the form does not take.
-WholeLayer = Callable[[Joined, Rotary | None, Tensor, Tensor, Context], tuple[Joined, Tensor] | None]
+class WholeLayer(Protocol):
+    """What `Ops.prepare` makes of a block."""
+
+    block: Block
+
+    def __call__(
+        self, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
+    ) -> tuple[Joined, Tensor] | None: ...
 
 
 @dataclass(frozen=True)

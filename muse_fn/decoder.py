@@ -203,9 +203,12 @@ def prepared(params: Params, config: Config, mesh: Mesh = ONE, *, ops: Ops | Non
     if ops.prepare is None or mesh.size(STAGE) > 1:
         return every
     norms = [*(s.attn_norm for s in every[1:]), None]
-    wholes = [
-        ops.prepare(_block_of(p, s, norm), _numbers_of(own, i)) if isinstance(p.mlp, MoE) else None
-        for i, (p, s, norm) in enumerate(zip(params.layers, every, norms, strict=True))
+    coming = [*(p.attn.q.dtype for p in params.layers[1:]), params.layers[-1].attn.q.dtype]
+    wholes = [  # of what leaves its rows to the next layer in its own dtype
+        ops.prepare(_block_of(p, s, norm), _numbers_of(own, i))
+        if isinstance(p.mlp, MoE) and p.attn.q.dtype == dtype
+        else None
+        for i, (p, s, norm, dtype) in enumerate(zip(params.layers, every, norms, coming, strict=True))
     ]
     return tuple(s._replace(whole=whole) for s, whole in zip(every, wholes, strict=True))
 
@@ -252,7 +255,7 @@ def decoder_layer(
     The stream comes normed for the first branch and leaves normed for what is `coming`.
     """
     post_eps, eps = config.post_norm_eps, config.rms_norm_eps
-    at_once = _at_once(s, stream, kv, layer, step, config, ops, division)
+    at_once = _at_once(p, s, stream, kv, layer, step, config, ops, division)
     if at_once is not None:
         return at_once[0], kv, at_once[1]
     h, a, _ = stream
@@ -263,9 +266,20 @@ def decoder_layer(
 
 
 def _at_once(
-    s: Scales, stream: Joined, kv: Cache, layer: int, step: Step, config: Config, ops: Ops, division: Division
+    p: Layer,
+    s: Scales,
+    stream: Joined,
+    kv: Cache,
+    layer: int,
+    step: Step,
+    config: Config,
+    ops: Ops,
+    division: Division,
 ) -> tuple[Joined, Tensor] | None:
-    """What follows in `decoder_layer` as one operation, if the layer was prepared and its form takes this step."""
+    """What follows in `decoder_layer` as one operation, if the layer was prepared and its form takes this step. Raises
+    ValueError if it was prepared with other matrices."""
+    if s.whole is not None and (s.whole.block.q is not p.attn.q or s.whole.block.o is not p.attn.o):
+        raise ValueError(f"every[{layer}] was prepared for other parameters than these: prepare them anew")
     if s.whole is None or ops.prepare is None or not isinstance(kv, KVCache) or division.mesh.size(STAGE) > 1:
         return None
     slot, rotary = step.slots[layer][1], step.rotary if config.has_rotary(layer) else None

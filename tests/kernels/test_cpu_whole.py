@@ -1,6 +1,8 @@
 """Layers prepared for many steps: the bits of steps that are not, and who takes what is not theirs."""
 
+import copy
 import logging
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ from muse_fn.kernels import cpu_calls, cpu_ops, cpu_whole
 from muse_fn.kernels.select import EAGER, REFERENCE, Ops
 from muse_fn.kvcache.cache import KVCache, View
 from muse_fn.params.quantise import quantise_experts
-from muse_fn.params.tree import Params
+from muse_fn.params.tree import Params, map_tensors, tensors
 from muse_fn.step import decode, prefill
 from tests.kernels.test_cpu_steps import BF16, CONFIG, LENGTHS, begun
 from tests.models import copied, random_params, random_tokens
@@ -155,3 +157,39 @@ def test_helpers_of_another_process_are_not_asked(
         check_equal(params, token, kv, view, every)
     finally:
         torch.set_num_threads(1)
+
+
+def test_parameters_whose_storage_moved_are_found_where_they_are(params: Params, every: tuple[Scales, ...]) -> None:
+    """Plans hold addresses: those of storage that may be gone are not used again, nor are those of another copy."""
+    own, before = copy.deepcopy((params, every))
+    tokens, kv, view = begun(own)
+    step(own, tokens, kv, view, before)
+    copied_params, copied_every = copy.deepcopy((own, before))
+    map_tensors(lambda t: t.share_memory_(), own)
+    junk = [torch.full((1 << 16,), torch.nan) for _ in range(64)]  # lies where something else lay
+    check_equal(own, tokens, kv, view, before)
+    for t in tensors(own):
+        t.zero_()
+    check_equal(copied_params, tokens, kv, view, copied_every)
+    for s in pickle.loads(pickle.dumps(copied_every)):
+        assert s.whole is None or s.whole.plans == {}
+    del junk
+
+
+def test_layers_prepared_with_other_parameters_are_refused(params: Params, every: tuple[Scales, ...]) -> None:
+    tokens, kv, view = begun(params)
+    other = copy.deepcopy(params)
+    with pytest.raises(ValueError, match=rf"^every\[{SPARSE[0]}\] was prepared for other parameters than these: "):
+        step(other, tokens, kv, view, every)
+
+
+def test_a_layer_before_one_of_another_dtype_is_not_prepared(params: Params) -> None:
+    """It leaves its rows to the next one in that one's dtype."""
+    layers = list(params.layers)
+    last = layers[-1]
+    layers[-1] = last._replace(attn=map_tensors(lambda t: t.float() if t.dtype == BF16 else t, last.attn))
+    mixed = params._replace(layers=tuple(layers))
+    with torch.no_grad():
+        every = prepared(mixed, CONFIG)
+    assert every[-2].whole is None
+    assert every[-1].whole is None
