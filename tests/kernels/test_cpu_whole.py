@@ -165,7 +165,8 @@ def test_parameters_whose_storage_moved_are_found_where_they_are(params: Params,
     tokens, kv, view = begun(own)
     step(own, tokens, kv, view, before)
     copied_params, copied_every = copy.deepcopy((own, before))
-    map_tensors(lambda t: t.share_memory_(), own)
+    for t in tensors(own):
+        t.share_memory_()
     junk = [torch.full((1 << 16,), torch.nan) for _ in range(64)]  # lies where something else lay
     check_equal(own, tokens, kv, view, before)
     for t in tensors(own):
