@@ -2,8 +2,8 @@
 
 The contract is that of reference.attend_blocks. One piece of work is a tile of rows of one KV head of one sequence, a
 row being one query of one of its heads. The keys that any of them sees are packed, KEYS at a time, and meet ROWS rows
-after ROWS rows while they are in the nearest cache. A row's bits depend on its keys and their columns of the table only:
-what it does not see adds exact zeros, so neither the rows beside it nor finite values of keys behind it matter.
+after ROWS rows while they are in the nearest cache. A row's bits depend on its keys and their columns of the table
+only: what it does not see adds exact zeros, so neither the rows beside it nor finite values of keys behind it matter.
 """
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
