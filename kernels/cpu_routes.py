@@ -87,7 +87,7 @@ def _rows_of(packed, w, scales, row, count, groups, room):
 
 def _gate_up(a):
     """Claims rows of gate and up."""
-    room, packed = workspace(131072), argument(a, 27)
+    room, packed = workspace(131072), argument(a, 27)  # LANES rows of WIDEST_PACKED; Numba wants the number itself
     groups, inner = argument(a, 8), argument(a, 9) * GROUP
     tiles, stride, blocks = i64(argument(a, 15), 4 * argument(a, 3)), groups * 64, (inner + UNIT - 1) // UNIT
     while True:
@@ -129,7 +129,7 @@ def _columns(w, stride, x, pairs, vectors, sums):
 
 def _down(a):
     """Claims rows of down, whose sums go to the routes' rows."""
-    room, packed = workspace(131072), argument(a, 27)
+    room, packed = workspace(131072), argument(a, 27)  # LANES rows of WIDEST_PACKED; Numba wants the number itself
     groups, width = argument(a, 9), argument(a, 8) * GROUP
     tiles, stride, blocks = i64(argument(a, 15), 4 * argument(a, 3)), groups * 64, (width + UNIT - 1) // UNIT
     order, sums, rows, each = i64(argument(a, 13), argument(a, 4)), workspace(3072), workspace(1024), argument(a, 20)

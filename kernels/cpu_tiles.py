@@ -37,7 +37,7 @@ LOWEST = -3.4e38  # below every score: the first top, from which a sum of nothin
 STATE = 64 * (2 + ROWS)  # bytes: the rows' tops and the factors by which sums come to them, a row's sum in 16 parts
 _HALVES, _PLACES = ir.VectorType(_I16, LANES), ir.VectorType(_I64, LANES)
 _LONG = ir.VectorType(_I16, 2 * LANES)
-# 2^x for x from -1/2 to 1/2 within 4e-7, highest power first; 2^0 is 1, or sums would move where no top does.
+# 2^x for x from -1/2 to 1/2 within 2.2e-7, highest power first; 2^0 is 1, or sums would move where no top does.
 POWERS = (1.3276472e-3, 9.6755419e-3, 5.5507131e-2, 2.4022120e-1, 6.9314694e-1, 1.0)
 
 

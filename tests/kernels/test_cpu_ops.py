@@ -131,7 +131,7 @@ def test_matrix_units_take_over_early(
     assert taken == (["cpu_experts"] if has_units else ["cpu_linear", "cpu_experts", "cpu_experts"])
 
 
-@pytest.mark.skipif(bool(cpu_reasons.no_tiles()), reason="not this processor's form")
+@pytest.mark.skipif(bool(cpu_reasons.no_tiles()), reason=cpu_reasons.no_tiles() or "it is")
 def test_many_routes_to_an_expert_have_a_form_of_their_own(compiled: Ops, taken: list[str]) -> None:
     experts = draw(8, 4, 64, 64), draw(9, 4, 64, 32)
     for tokens in (cpu_ops.CROWD - 1, cpu_ops.CROWD, 1000):

@@ -13,8 +13,8 @@ from muse_fn.kernels.select import select
 from tests.models import SEEDS
 
 cpu_prefill: Any = pytest.importorskip("muse_fn.kernels.cpu_prefill", reason="Numba is not installed")
-if cpu_reasons.no_tiles():
-    pytest.skip("not this processor's form", allow_module_level=True)
+if why := cpu_reasons.no_tiles():
+    pytest.skip(why, allow_module_level=True)
 BF16 = torch.bfloat16
 
 
