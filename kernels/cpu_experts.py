@@ -15,21 +15,25 @@ from muse_fn.kernels.cpu_calls import Work, call, compiled, helpers, threads
 from muse_fn.kernels.cpu_linear import (
     BF16,
     GROUP,
+    MOST,
     PACKED,
+    UNIT,
+    asked,
     at_once,
     dots_of_bf16,
     dots_of_mxfp4,
     piece,
     put,
     put_in_factor,
+    share,
     spread_row,
 )
 from muse_fn.kernels.cpu_pool import in_parallel
 from muse_fn.kernels.cpu_scalars import argument, f32, i64, inline, sigmoid
-from muse_fn.kernels.cpu_vectors import FACTOR_BYTES, LANES, claim, workspace
+from muse_fn.kernels.cpu_vectors import FACTOR_BYTES, claim, workspace
 from muse_fn.kernels.packed import MXFP4, Weight, logical_shape
 
-UNIT = 32  # rows of a matrix that a thread claims at once
+RUN = 256  # rows of an expert's matrix, at most, that are read one behind the other
 
 
 @inline
@@ -60,85 +64,113 @@ def in_order(routes, count, first, experts, order, starts, touched):
 
 
 @inline
-def dots(packed, rows, m, w, scales, row, groups, x, out):
-    """`tile` for rows of a stack of matrices of either kind."""
-    if packed:
-        dots_of_mxfp4(rows, m, w + row * groups * 16, groups * 16, scales + row * groups, x, groups, out)
-    else:
-        dots_of_bf16(rows, m, w + row * groups * 64, groups * 64, x, groups, out)
+def _stride(packed, groups):
+    return groups * (16 if packed else 64)
 
 
 @inline
-def hide(packed, w, scales, gate, up, count, m, groups, x, hidden, at):
-    """silu(gate) * up of `count` rows of each, UNIT at most, for m rows of x, from column `at` of `hidden` on. The rows
-    of gate are read before those of up: what lies in one piece is read faster than two at once."""
-    gates_at, ups_at = workspace(2048), workspace(64)
-    gates, ups, n = f32(gates_at, UNIT * LANES), f32(ups_at, LANES), 0
+def dots(packed, rows, m, w, scales, row, groups, x, out, coming):
+    """`tile` for rows of a stack of matrices of either kind."""
+    if packed:
+        dots_of_mxfp4(rows, m, w + row * groups * 16, groups * 16, scales + row * groups, x, groups, out, coming)
+    else:
+        dots_of_bf16(rows, m, w + row * groups * 64, groups * 64, x, groups, out, coming)
+
+
+@inline
+def _times(packed, m, w, scales, row, count, groups, x, out, after):
+    """Products of `count` rows from the row-th on with m rows of x, [count, m], and whatever in 16 places behind."""
+    n, stride = 0, _stride(packed, groups)
     while n < count:
-        rows = at_once(PACKED if packed else BF16, n, count)
-        dots(packed, rows, m, w, scales, gate + n, groups, x, gates_at + n * 64)
+        rows, coming = at_once(PACKED if packed else BF16, n, count), asked(w + row * stride, stride, n, count, after)
+        dots(packed, rows, m, w, scales, row + n, groups, x, out + n * m * 4, coming)
         n += rows
-    n = 0
-    while n < count:
-        rows = at_once(PACKED if packed else BF16, n, count)
-        dots(packed, rows, m, w, scales, up + n, groups, x, ups_at)
-        for r in range(rows):
-            column = at + n + r
-            for k in range(m):
-                value = gates[n * LANES + r * m + k]
-                to = hidden + (column // GROUP * m + k) * FACTOR_BYTES
-                put_in_factor(to, column % GROUP, value * sigmoid(value) * ups[r * m + k])
-        n += rows
+
+
+@inline
+def hide(packed, w, scales, gate, up, count, m, groups, x, hidden, at, after):
+    """silu(gate) * up of `count` rows of each, RUN at most, for m rows of x, from column `at` of `hidden` on. The rows
+    of gate are read before those of up: what lies in one piece is read faster than two at once. Those at `after` come
+    next."""
+    gates_at, ups_at, size = workspace(8192 + 64), workspace(8192 + 64), count * m
+    _times(packed, m, w, scales, gate, count, groups, x, gates_at, w + up * _stride(packed, groups))
+    _times(packed, m, w, scales, up, count, groups, x, ups_at, after)
+    gates, ups = f32(gates_at, size), f32(ups_at, size)
+    for n in range(size):
+        ups[n] = gates[n] * sigmoid(gates[n]) * ups[n]
+    for n in range(count):
+        for k in range(m):
+            to = hidden + ((at + n) // GROUP * m + k) * FACTOR_BYTES
+            put_in_factor(to, (at + n) % GROUP, ups[n * m + k])
+
+
+@inline
+def _portion(a, unit, last, width):
+    """Of the units from one on up to the `last`: the touched expert of the first, which of its `width` rows come first,
+    how many come one behind the other, and the unit behind them."""
+    blocks = (width + UNIT - 1) // UNIT
+    touched, at, first = i64(argument(a, 15), 2 * argument(a, 5) + 2), unit // blocks, unit % blocks * UNIT
+    is_long = touched[2 * at + 3] - touched[2 * at + 1] > MOST  # rows that are read again must be near
+    count = min(width - first, min(last - unit, 1 if is_long else RUN // UNIT) * UNIT)
+    return at, first, count, unit + (count + UNIT - 1) // UNIT
+
+
+@inline
+def _row_of(a, unit, width, of_expert, w, stride):
+    """Where a unit's first row lies, of matrices with so many rows `of_expert`; 0 behind the last unit."""
+    blocks = (width + UNIT - 1) // UNIT
+    if unit >= blocks * argument(a, 2):
+        return 0
+    expert = i64(argument(a, 15), 2 * argument(a, 5) + 2)[unit // blocks * 2]
+    return w + (expert * of_expert + unit % blocks * UNIT) * stride
 
 
 def _gate_up(a):
-    """Claims rows of gate and up. Arguments as `_experts` has them."""
-    groups, inner, packed = argument(a, 6), argument(a, 7) * GROUP, argument(a, 8)
-    touched = i64(argument(a, 15), 2 * argument(a, 5) + 2)
-    blocks = (inner + UNIT - 1) // UNIT
-    while True:
-        unit = claim(a)
-        at = unit // blocks
-        if at >= argument(a, 2):
-            break
-        e, m, stop = touched[2 * at], touched[2 * at + 1], touched[2 * at + 3]
-        first = unit % blocks * UNIT
-        gate, up, count = e * 2 * inner + first, (e * 2 + 1) * inner + first, min(inner - first, UNIT)
-        while m < stop:
-            size = piece(stop - m)
-            x = argument(a, 16) + m * groups * FACTOR_BYTES
-            hidden = argument(a, 17) + m * argument(a, 7) * FACTOR_BYTES
-            hide(packed, argument(a, 9), argument(a, 10), gate, up, count, size, groups, x, hidden, first)
-            m += size
+    """Claims rows of gate and up, always one run ahead. Arguments as `_experts` has them."""
+    groups, inner, packed, threads = argument(a, 6), argument(a, 7) * GROUP, argument(a, 8), argument(a, 23)
+    touched, stride = i64(argument(a, 15), 2 * argument(a, 5) + 2), _stride(packed, groups)
+    units = (inner + UNIT - 1) // UNIT * argument(a, 2)
+    unit, last = share(claim(a), units, threads)
+    while unit < units:
+        following, its_last = share(claim(a), units, threads)
+        while unit < last:
+            at, first, count, unit = _portion(a, unit, last, inner)
+            after = _row_of(a, unit if unit < last else following, inner, 2 * inner, argument(a, 9), stride)
+            gate, m, stop = touched[2 * at] * 2 * inner + first, touched[2 * at + 1], touched[2 * at + 3]
+            while m < stop:
+                size = piece(stop - m)
+                x, hidden = (
+                    argument(a, 16) + m * groups * FACTOR_BYTES,
+                    argument(a, 17) + m * inner // GROUP * FACTOR_BYTES,
+                )
+                w, scales = argument(a, 9), argument(a, 10)
+                hide(packed, w, scales, gate, gate + inner, count, size, groups, x, hidden, first, after)
+                m += size
+        unit, last = following, its_last
 
 
 def _down(a):
-    """Claims rows of down."""
-    groups, width, packed = argument(a, 7), argument(a, 6) * GROUP, argument(a, 8)
-    touched = i64(argument(a, 15), 2 * argument(a, 5) + 2)
-    order = i64(argument(a, 14), argument(a, 3))
-    sums_at = workspace(64)
-    sums = f32(sums_at, LANES)
-    blocks = (width + UNIT - 1) // UNIT
-    while True:
-        unit = claim(a + 8)
-        at = unit // blocks
-        if at >= argument(a, 2):
-            break
-        e, start, stop = touched[2 * at], touched[2 * at + 1], touched[2 * at + 3]
-        n, last = (unit % blocks) * UNIT, min(width, (unit % blocks + 1) * UNIT)
-        while n < last:
-            rows = at_once(PACKED if packed else BF16, n, last)
-            m = start
+    """Claims rows of down likewise."""
+    groups, width, packed, threads = argument(a, 7), argument(a, 6) * GROUP, argument(a, 8), argument(a, 23)
+    stride, sums_at = _stride(packed, groups), workspace(8192 + 64)
+    touched, order = i64(argument(a, 15), 2 * argument(a, 5) + 2), i64(argument(a, 14), argument(a, 3))
+    units, sums = (width + UNIT - 1) // UNIT * argument(a, 2), f32(sums_at, RUN * MOST)
+    unit, last = share(claim(a + 8), units, threads)
+    while unit < units:
+        following, its_last = share(claim(a + 8), units, threads)
+        while unit < last:
+            at, first, count, unit = _portion(a, unit, last, width)
+            after = _row_of(a, unit if unit < last else following, width, width, argument(a, 11), stride)
+            row, m, stop = touched[2 * at] * width + first, touched[2 * at + 1], touched[2 * at + 3]
             while m < stop:
                 size = piece(stop - m)
                 x = argument(a, 17) + m * groups * FACTOR_BYTES
-                dots(packed, rows, size, argument(a, 11), argument(a, 12), e * width + n, groups, x, sums_at)
-                for r in range(rows):
-                    for k in range(size):
-                        put(argument(a, 18), argument(a, 19), order[m + k] * width + n + r, sums[r * size + k])
+                _times(packed, size, argument(a, 11), argument(a, 12), row, count, groups, x, sums_at, after)
+                for k in range(size):
+                    for n in range(count):
+                        put(argument(a, 18), argument(a, 19), order[m + k] * width + first + n, sums[n * size + k])
                 m += size
-            n += rows
+        unit, last = following, its_last
 
 
 def _experts(a):

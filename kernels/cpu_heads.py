@@ -13,22 +13,29 @@ from torch import Tensor
 
 from muse_fn.kernels.cpu_calls import Work, call
 from muse_fn.kernels.cpu_rows import UNIT, shared
-from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, narrow, real, sigmoid, wide
+from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, in_any_order, inline, narrow, real, sigmoid, wide
 from muse_fn.kernels.cpu_vectors import claim, workspace
 from muse_fn.kernels.norms import Rotary
 
 WIDEST = 512  # channels of a head
 
 
-@inline
-def head(x, width, eps, factor, cos, sin, kept, out):
-    """One head normed and times a factor; rotated unless cos is 0."""
-    given, to, row = bf16(x, width), bf16(out, width), f32(kept, width)
-    total = np.float32(0.0)
+@in_any_order
+def _read(x, width, eps, row):
+    """A head as float32; what norms it. Results are written from there: they may be to replace what was read, and who
+    writes what is yet to be read goes element by element."""
+    given, total = bf16(x, width), np.float32(0.0)
     for k in range(width):
         row[k] = wide(given[k])
         total += row[k] * row[k]
-    scale = np.float32(1.0) / math.sqrt(total / np.float32(width) + eps)
+    return np.float32(1.0) / math.sqrt(total / np.float32(width) + eps)
+
+
+@inline
+def head(x, width, eps, factor, cos, sin, kept, out):
+    """One head normed and times a factor; rotated unless cos is 0."""
+    to, row = bf16(out, width), f32(kept, width)
+    scale = _read(x, width, eps, row)
     for k in range(width):
         row[k] = row[k] * scale * factor
     if not cos:
@@ -71,21 +78,17 @@ def _heads(a):
 def _gated(a):
     """Arguments: 0 claims, 1 tokens, 2 heads, 3 width of a head, 4 o, 5 gate, 6 result; then eps."""
     heads, width, eps = argument(a, 2), argument(a, 3), real(a, 7)
+    row = f32(workspace(2048), width)
     while True:
         first = claim(a) * UNIT
         if first >= argument(a, 1):
             break
         for n in range(first * heads, min(argument(a, 1), first + UNIT) * heads):
             at = n * width * 2
-            given, gate, to = (
-                bf16(argument(a, 4) + at, width), bf16(argument(a, 5) + at, width), bf16(argument(a, 6) + at, width)
-            )  # fmt: skip
-            total = np.float32(0.0)
+            gate, to = bf16(argument(a, 5) + at, width), bf16(argument(a, 6) + at, width)
+            scale = _read(argument(a, 4) + at, width, eps, row)
             for k in range(width):
-                total += wide(given[k]) * wide(given[k])
-            scale = np.float32(1.0) / math.sqrt(total / np.float32(width) + eps)
-            for k in range(width):
-                to[k] = narrow(wide(given[k]) * scale * sigmoid(wide(gate[k])))
+                to[k] = narrow(row[k] * scale * sigmoid(wide(gate[k])))
 
 
 def angles_of(rotary: Rotary | None) -> tuple[Rotary | None, list[int]]:

@@ -27,7 +27,8 @@ from muse_fn.kernels.cpu_vectors import (
 from muse_fn.kernels.packed import MXFP4, Weight
 
 GROUP = 32  # inputs that are read at a time
-UNIT = 32  # rows of a matrix that a thread claims at once
+UNIT = 16  # rows of a matrix that a thread claims at least
+AHEAD = 6144  # bytes between what is read and what is asked for, beyond where the processor would look by itself
 BLOCK = 8  # of them that meet the next rows of x while both are in the nearest cache
 BF16, PACKED, FLOAT = 0, 1, 2
 MOST, *_REST = PIECES
@@ -55,60 +56,60 @@ def at_once(kind, n, count):
 
 
 @inline
-def dots_of_bf16(rows, m, w, stride, x, groups, out):
+def dots_of_bf16(rows, m, w, stride, x, groups, out, coming):
     """`tile` for BF16_ROWS rows or one of a bfloat16 matrix, and m rows of x."""
     if rows == BF16_ROWS:
         if m == 1:
-            _b1(w, stride, 0, 0, x, groups, out)
+            _b1(w, stride, 0, 0, x, groups, out, coming)
         elif m == 2:
-            _b2(w, stride, 0, 0, x, groups, out)
+            _b2(w, stride, 0, 0, x, groups, out, coming)
         elif m == 4:
-            _b4(w, stride, 0, 0, x, groups, out)
+            _b4(w, stride, 0, 0, x, groups, out, coming)
         else:
-            _b8(w, stride, 0, 0, x, groups, out)
+            _b8(w, stride, 0, 0, x, groups, out, coming)
     elif m == 1:
-        _c1(w, stride, 0, 0, x, groups, out)
+        _c1(w, stride, 0, 0, x, groups, out, coming)
     elif m == 2:
-        _c2(w, stride, 0, 0, x, groups, out)
+        _c2(w, stride, 0, 0, x, groups, out, coming)
     elif m == 4:
-        _c4(w, stride, 0, 0, x, groups, out)
+        _c4(w, stride, 0, 0, x, groups, out, coming)
     else:
-        _c8(w, stride, 0, 0, x, groups, out)
+        _c8(w, stride, 0, 0, x, groups, out, coming)
 
 
 @inline
-def dots_of_mxfp4(rows, m, w, stride, scales, x, groups, out):
+def dots_of_mxfp4(rows, m, w, stride, scales, x, groups, out, coming):
     """The same for ROWS rows or one of codes, whose scales lie `groups` to a row."""
     if rows == ROWS:
         if m == 1:
-            _p1(w, stride, scales, groups, x, groups, out)
+            _p1(w, stride, scales, groups, x, groups, out, coming)
         elif m == 2:
-            _p2(w, stride, scales, groups, x, groups, out)
+            _p2(w, stride, scales, groups, x, groups, out, coming)
         elif m == 4:
-            _p4(w, stride, scales, groups, x, groups, out)
+            _p4(w, stride, scales, groups, x, groups, out, coming)
         else:
-            _p8(w, stride, scales, groups, x, groups, out)
+            _p8(w, stride, scales, groups, x, groups, out, coming)
     elif m == 1:
-        _q1(w, stride, scales, groups, x, groups, out)
+        _q1(w, stride, scales, groups, x, groups, out, coming)
     elif m == 2:
-        _q2(w, stride, scales, groups, x, groups, out)
+        _q2(w, stride, scales, groups, x, groups, out, coming)
     elif m == 4:
-        _q4(w, stride, scales, groups, x, groups, out)
+        _q4(w, stride, scales, groups, x, groups, out, coming)
     else:
-        _q8(w, stride, scales, groups, x, groups, out)
+        _q8(w, stride, scales, groups, x, groups, out, coming)
 
 
 @inline
-def dots_of_f32(m, w, x, groups, out):
+def dots_of_f32(m, w, x, groups, out, coming):
     """The same for one row of a float32 matrix and rows of x as they are."""
     if m == 1:
-        _f1(w, 0, 0, 0, x, groups, out)
+        _f1(w, 0, 0, 0, x, groups, out, coming)
     elif m == 2:
-        _f2(w, 0, 0, 0, x, groups, out)
+        _f2(w, 0, 0, 0, x, groups, out, coming)
     elif m == 4:
-        _f4(w, 0, 0, 0, x, groups, out)
+        _f4(w, 0, 0, 0, x, groups, out, coming)
     else:
-        _f8(w, 0, 0, 0, x, groups, out)
+        _f8(w, 0, 0, 0, x, groups, out, coming)
 
 
 @inline
@@ -163,43 +164,93 @@ def put(out, is_float, place, value):
         bf16(out, place + 1)[place] = narrow(value)
 
 
+@inline
+def asked(w, stride, n, last, after):
+    """Where that lies which is asked for while a matrix's n-th row is read: AHEAD behind it in the order in which this
+    thread reads rows, those from `after` on when it has done with the `last`. A thread that looked beyond would fetch
+    what is another's to read, and would wait for each of its own pieces."""
+    rows = (AHEAD + stride - 1) // stride
+    if stride > AHEAD:
+        return w + n * stride + AHEAD
+    return w + (n + rows) * stride if n + rows < last or after == 0 else after + (n + rows - last) * stride
+
+
+@inline
+def _stride(kind, groups):
+    return groups * (64 if kind == BF16 else 16 if kind == PACKED else 128)
+
+
+@inline
+def share(n, units, threads):
+    """The first of the units of the n-th claim, and the one behind its last: halves of what is left at first, one unit
+    in the end. Long runs are read faster than short ones that threads take in turn."""
+    first = 0
+    while first < units:
+        size = max(1, (units - first) // (2 * threads))
+        if n < threads:
+            return min(units, first + n * size), min(units, first + (n + 1) * size)
+        first, n = first + threads * size, n - threads
+    return units, units
+
+
+@inline
+def _matrix_of(a, unit):
+    """Where a unit's matrix is told of, and which of its rows is the unit's first."""
+    matrix, first = a + 8 * 13, unit * UNIT
+    while first >= (argument(matrix, 2) + UNIT - 1) // UNIT * UNIT:
+        first -= (argument(matrix, 2) + UNIT - 1) // UNIT * UNIT
+        matrix += 48
+    return matrix, first
+
+
+@inline
+def _row_of(a, unit):
+    """Where a unit's first row lies; 0 behind the last unit."""
+    if unit >= argument(a, 8):
+        return 0
+    matrix, first = _matrix_of(a, unit)
+    return argument(matrix, 0) + first * _stride(argument(matrix, 3), argument(a, 4))
+
+
 def _work(a):
-    """Claims rows of matrices. Arguments as `_products` has them."""
-    count, groups, units = argument(a, 3), argument(a, 4), argument(a, 8)
-    sums_at = workspace(64)
-    sums = f32(sums_at, LANES)
-    while True:
-        unit, matrix = claim(a), a + 8 * 13
-        if unit >= units:
-            break
-        while unit >= (argument(matrix, 2) + UNIT - 1) // UNIT:
-            unit -= (argument(matrix, 2) + UNIT - 1) // UNIT
-            matrix += 48
-        w, scales, width, kind, out, is_float = (
-            argument(matrix, 0), argument(matrix, 1), argument(matrix, 2), argument(matrix, 3), argument(matrix, 4),
-            argument(matrix, 5),
-        )  # fmt: skip
-        stride = groups * (64 if kind == BF16 else 16 if kind == PACKED else 128)
-        first, last = unit * UNIT, min(width, (unit + 1) * UNIT)
-        while first < last:
-            stop, m = min(last, first + BLOCK), 0
-            while m < count:
-                size, n = piece(count - m), first
-                x = argument(a, 6 if kind == FLOAT else 5) + m * groups * (4 * GROUP if kind == FLOAT else FACTOR_BYTES)
-                while n < stop:
-                    rows = at_once(kind, n, stop)
-                    if kind == BF16:
-                        dots_of_bf16(rows, size, w + n * stride, stride, x, groups, sums_at)
-                    elif kind == PACKED:
-                        dots_of_mxfp4(rows, size, w + n * stride, stride, scales + n * groups, x, groups, sums_at)
-                    else:
-                        dots_of_f32(size, w + n * stride, x, groups, sums_at)
-                    for r in range(rows):
-                        for k in range(size):
-                            put(out, is_float, (m + k) * width + n + r, sums[r * size + k])
-                    n += rows
-                m += size
-            first = stop
+    """Claims rows of matrices, always one run ahead. Arguments as `_products` has them."""
+    sums_at, units, threads = workspace(64), argument(a, 8), argument(a, 11)
+    unit, last = share(claim(a), units, threads)
+    while unit < units:
+        following, its_last = share(claim(a), units, threads)
+        while unit < last:
+            matrix, first = _matrix_of(a, unit)
+            stop = min(argument(matrix, 2), first + (last - unit) * UNIT)
+            unit += (stop - first + UNIT - 1) // UNIT
+            _rows(a, matrix, first, stop, _row_of(a, unit if unit < last else following), sums_at)
+        unit, last = following, its_last
+
+
+@inline
+def _rows(a, matrix, first, last, after, sums_at):
+    """Some rows of a matrix times all of x, a block of rows at a time; those at `after` come next."""
+    w, scales, width, kind = argument(matrix, 0), argument(matrix, 1), argument(matrix, 2), argument(matrix, 3)
+    count, groups, out, is_float = argument(a, 3), argument(a, 4), argument(matrix, 4), argument(matrix, 5)
+    sums, stride = f32(sums_at, LANES), _stride(kind, groups)
+    while first < last:
+        stop, m = min(last, first + BLOCK), 0
+        while m < count:
+            size, n = piece(count - m), first
+            x = argument(a, 6 if kind == FLOAT else 5) + m * groups * (4 * GROUP if kind == FLOAT else FACTOR_BYTES)
+            while n < stop:
+                rows, at, ask = at_once(kind, n, stop), w + n * stride, asked(w, stride, n, last, after)
+                if kind == BF16:
+                    dots_of_bf16(rows, size, at, stride, x, groups, sums_at, ask)
+                elif kind == PACKED:
+                    dots_of_mxfp4(rows, size, at, stride, scales + n * groups, x, groups, sums_at, ask)
+                else:
+                    dots_of_f32(size, at, x, groups, sums_at, ask)
+                for r in range(rows):
+                    for k in range(size):
+                        put(out, is_float, (m + k) * width + n + r, sums[r * size + k])
+                n += rows
+            m += size
+        first = stop
 
 
 def _products(a):

@@ -3,8 +3,8 @@
 A caller opens a job, works at it itself and closes it when nothing is left to claim; helpers join while it is open.
 The caller waits for those who have joined, never for one that the system has not let run: a team that starts and ends
 together would lose a whole time slice whenever another program has the processor. A helper without work looks out for
-the next job for a moment, as long as a step's next one takes to come, and then sleeps. While one caller has the
-helpers, another works alone.
+the next job for a moment, as long as a step's next one takes to come, and then sleeps; at the end of a step at once.
+While one caller has the helpers, another works alone.
 """
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -19,10 +19,9 @@ from muse_fn.kernels.cpu_scalars import argument, inline
 
 # Of the state, int64 each: the job as a word, what is called with what, how many may join, whether a caller has it,
 # how many sleep, whether helpers are to end, how many live; addresses of C functions, of which RETIRE may be none (0);
-# room for a mutex and a condition.
-JOB, FORM, GIVEN, LIMIT, BUSY, ASLEEP, ENDING, ALIVE, LOCK, UNLOCK, WAIT, WAKE, YIELD, RETIRE, MUTEX, CONDITION = (
-    *range(14), 16, 32,
-)  # fmt: skip
+# whether no job is coming soon; room for a mutex and a condition.
+(JOB, FORM, GIVEN, LIMIT, BUSY, ASLEEP, ENDING, ALIVE, LOCK, UNLOCK, WAIT, WAKE, YIELD, RETIRE, RESTING, MUTEX,
+    CONDITION) = *range(15), 16, 32  # fmt: skip
 WORDS = 48
 OPEN = 1 << 16  # of the job's word: below it how many have joined, above it the job's number
 SOFT = 1  # how OpenMP is to give up its threads: what it knows is kept
@@ -112,6 +111,7 @@ def in_parallel(pool, form, given, threads):
         return
     if argument(pool, RETIRE):
         run(argument(pool, RETIRE), SOFT, 0)
+    write(pool + 8 * RESTING, 0)
     write(pool + 8 * FORM, form)
     write(pool + 8 * GIVEN, given)
     write(pool + 8 * LIMIT, threads - 1)
@@ -130,6 +130,14 @@ def in_parallel(pool, form, given, threads):
         else:
             run(argument(pool, YIELD), 0, 0)  # a helper in the middle of its piece may want this processor
     write(pool + 8 * BUSY, 0)
+
+
+@inline
+def rest(pool):
+    """Lets helpers sleep at once until the next job: whoever follows, PyTorch's own threads perhaps, is to find the
+    processors free. A thread that starts beside one that looks out for work may wait for milliseconds."""
+    if pool:
+        write(pool + 8 * RESTING, 1)
 
 
 @inline
@@ -156,7 +164,7 @@ def help_on(pool):
         job = read(pool + 8 * JOB)
         if not _is_wanted(pool, served):
             looks += 1
-            if looks < PATIENCE:
+            if looks < PATIENCE and not read(pool + 8 * RESTING):
                 pause()
             else:
                 _sleep(pool, served)

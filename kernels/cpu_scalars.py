@@ -7,6 +7,7 @@ import numpy as np
 from muse_fn.kernels.cpu_vectors import bits_of, double_at, float_of, floats, halves, int_at, integers
 
 inline = numba.njit(fastmath={"contract"}, error_model="numpy")  # no reordering: `exp` counts on its roundings
+in_any_order = numba.njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # for sums
 
 
 @inline

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muse_fn.kernels.cpu_calls import call
-from muse_fn.kernels.cpu_rows import UNIT, normed, shared
+from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
+from muse_fn.kernels.cpu_pool import in_parallel, rest
+from muse_fn.kernels.cpu_rows import UNIT, normed
 from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, real, sigmoid, tanh, wide
 from muse_fn.kernels.cpu_vectors import claim
 from muse_fn.kernels.norms import RESIDUAL_GATE_FLOOR
@@ -38,13 +39,22 @@ def _capped(a):
                 out[n] = tanh(wide(z[n]) * multiplier * less) * cap
 
 
+def _last(a):
+    """`_capped` on the threads of the helpers, who may rest then: it is a step's last form. Arguments: their state, the
+    form, threads, 0, then the form's own."""
+    in_parallel(argument(a, 0), argument(a, 1), a + 32, argument(a, 2))
+    rest(argument(a, 0))
+
+
 @one_op
 def capped(z: Tensor, multiplier: float, cap: float) -> Tensor:
     """`around.capped` of bfloat16 [...] -> float32 [...]."""
     z = z.contiguous()
     out = torch.empty_like(z, dtype=torch.float32)
     count, less = z.numel(), 1.0 / cap if cap else 0.0
-    call(*shared(_capped, [0, -(-count // PIECE), count, z.data_ptr(), out.data_ptr()], (multiplier, cap, less)))
+    pieces, all_of_them = -(-count // PIECE), torch.get_num_threads()
+    words = [helpers(all_of_them), compiled(_capped)[1], threads(pieces // UNIT), 0]
+    call(_last, [*words, 0, pieces, count, z.data_ptr(), out.data_ptr()], (multiplier, cap, less))
     return out
 
 

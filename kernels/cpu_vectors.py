@@ -23,7 +23,6 @@ PIECES = (8, 4, 2, 1) if HAS_PERMUTE else (4, 2, 1)  # rows of x whose sums fit 
 ROWS = 2 if HAS_PERMUTE else 1  # of a matrix whose products are many operations; else two are read slower than one
 BF16_ROWS = 1 if HAS_DOTS else ROWS
 FACTOR_BYTES = 64 if HAS_DOTS else 128  # of 32 inputs in the factor of a matrix of bfloat16 or codes
-AHEAD = 4096  # bytes: a row is read while what lies so far behind is asked for, beyond where the processor would look
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -157,26 +156,27 @@ def _readers(kind, has_permute):
     return lambda b, at, scale_at: _pair_of_mxfp4(b, at, scale_at, has_permute), factor, _fma
 
 
-def tile(kind, rows, pieces, ahead=AHEAD, has_permute=HAS_PERMUTE):
-    """An intrinsic (w, stride, scales, scale_stride, x, groups, out): the products of `rows` rows of a matrix with
-    `pieces` rows of x, float32 [rows, pieces] and what else fills 16 places, written to `out`.
+def tile(kind, rows, pieces, asks=True, has_permute=HAS_PERMUTE):
+    """An intrinsic (w, stride, scales, scale_stride, x, groups, out, coming): the products of `rows` rows of a matrix
+    with `pieces` rows of x, float32 [rows, pieces] and what else fills 16 places, written to `out`.
 
     kind is bf16, mxfp4 or f32; strides are bytes from row to row; x is [groups, pieces, 32], float32 for f32, else as
-    above. groups is at least 1. While a row is read what lies `ahead` bytes behind is asked for, if that is not 0. The
+    above. groups is at least 1. While rows are read it `asks` for as many that lie at `coming`, to be read later. The
     order of a sum is the same for any number of rows and pieces: a row's bits do not depend on its neighbours.
     """
     width, x_width = {"bf16": (64, FACTOR_BYTES), "mxfp4": (16, FACTOR_BYTES), "f32": (128, 128)}[kind]
     of_matrix, of_factor, added = _readers(kind, has_permute)
 
     def codegen(context, b, signature, args):
-        w, stride, scales, scale_stride, x, groups, out = args
+        w, stride, scales, scale_stride, x, groups, out, coming = args
 
         def body(n, sums):
             sums, place, matrix = list(sums), b.mul(n, _word(width)), []
             for r in range(rows):
-                at = _plus(b, w, b.mul(stride, _word(r)), place)
-                if ahead:
-                    _prefetch(b, _plus(b, at, ahead))
+                behind = _plus(b, b.mul(stride, _word(r)), place)
+                at = _plus(b, w, behind)
+                if asks:
+                    _prefetch(b, _plus(b, coming, behind))
                 matrix.append(of_matrix(b, at, _plus(b, scales, b.mul(scale_stride, _word(r)), n)))
             for m in range(pieces):
                 factor = of_factor(b, _plus(b, x, b.mul(n, _word(x_width * pieces)), x_width * m))
@@ -190,94 +190,10 @@ def tile(kind, rows, pieces, ahead=AHEAD, has_permute=HAS_PERMUTE):
         _store(b, _sums(b, made), out)
         return context.get_dummy_value()
 
-    def typed(context, w, stride, scales, scale_stride, x, groups, out):
-        return types.void(*[types.int64] * 7), codegen
+    def typed(context, w, stride, scales, scale_stride, x, groups, out, coming):
+        return types.void(*[types.int64] * 8), codegen
 
     return intrinsic(typed)
-
-
-def weigh(pieces):
-    """An intrinsic (v, stride, count, p, p_stride, sums, sums_stride): adds to each of `pieces` rows of 32 sums, spread
-    float32, the 32 bfloat16 at each of `count` rows of v times that row's factor in p; strides in bytes, count >= 1."""
-
-    def codegen(context, b, signature, args):
-        v, stride, count, p, p_stride, sums, sums_stride = args
-        places = [_plus(b, sums, b.mul(sums_stride, _word(m)), 64 * half) for m in range(pieces) for half in (0, 1)]
-
-        def body(n, found):
-            values = _pair_of_bf16(b, _plus(b, v, b.mul(stride, n)))
-            factors = [
-                _splat(b, _load(b, _plus(b, p, b.mul(p_stride, _word(m)), b.mul(n, _word(4))), _F32))
-                for m in range(pieces)
-            ]
-            return [_fma(b, factors[place // 2], values[place % 2], x) for place, x in enumerate(found)]
-
-        for made, at in zip(_loop(b, count, [_load(b, at, _FLOATS) for at in places], body), places, strict=True):
-            _store(b, made, at)
-        return context.get_dummy_value()
-
-    def typed(context, v, stride, count, p, p_stride, sums, sums_stride):
-        return types.void(*[types.int64] * 7), codegen
-
-    return intrinsic(typed)
-
-
-def _exp(b, x):
-    """e^x lane by lane, as cpu_scalars.exp."""
-
-    def every(value):
-        return ir.Constant(_FLOATS, [value] * LANES)
-
-    def either(condition, one, other):
-        return b.select(b.fcmp_ordered(condition, x, every(one)), every(one), other)
-
-    inside = either(">", 88.0, either("<", -87.3, x))
-    n = b.fsub(_fma(b, inside, every(1.44269504), every(12582912.0)), every(12582912.0))
-    r = _fma(b, n, every(2.12194440e-4), _fma(b, n, every(-0.693359375), inside))
-    p = every(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = _fma(b, p, r, every(factor))
-    p = b.fadd(_fma(b, b.fmul(p, r), r, r), every(1.0))
-    power = b.bitcast(b.shl(b.add(b.fptosi(n, _WORDS), _words(127)), _words(23)), _FLOATS)
-    found = b.select(b.fcmp_ordered("<", x, every(-87.3)), every(0.0), b.fmul(p, power))
-    return b.select(b.fcmp_unordered("uno", x, x), x, found)
-
-
-@intrinsic
-def soften(context, scores, groups, scale, state):
-    """Scores in `groups` times 16 places become weights e^(score * scale - top). `state` is three float32: the top so
-    far, which becomes that of these scores too, the sum of weights so far, which is brought to the new top and grows by
-    these, and the factor by which it was brought there. A score that is no number leaves no sum."""
-
-    def codegen(context, b, signature, args):
-        scores, groups, scale, state = args
-        scale, before, total = _splat(b, scale), _load(b, state, _F32), _load(b, _plus(b, state, 4), _F32)
-
-        def scaled(n):
-            return b.fmul(_load(b, _plus(b, scores, b.mul(n, _word(64))), _FLOATS), scale)
-
-        def highest(n, found):
-            values = scaled(n)
-            return [b.select(b.fcmp_ordered(">", values, found[0]), values, found[0])]
-
-        (tops,) = _loop(b, groups, [_splat(b, before)], highest)
-        top = b.call(_external(b, "llvm.vector.reduce.fmax.v16f32", _F32, _FLOATS), [tops])
-        tops = _splat(b, top)
-
-        def weighed(n, found):
-            weights = _exp(b, b.fsub(scaled(n), tops))
-            _store(b, weights, _plus(b, scores, b.mul(n, _word(64))))
-            return [b.fadd(weights, found[0])]
-
-        (sums,) = _loop(b, groups, [ir.Constant(_FLOATS, [0.0] * LANES)], weighed)
-        less = b.extract_element(_exp(b, b.fsub(_splat(b, before), tops)), ir.Constant(_I32, 0))
-        whole = b.extract_element(_sums(b, [sums]), ir.Constant(_I32, 0))
-        _store(b, top, state)
-        _store(b, b.fadd(b.fmul(total, less), whole), _plus(b, state, 4))
-        _store(b, less, _plus(b, state, 8))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32, types.int64), codegen
 
 
 @intrinsic
