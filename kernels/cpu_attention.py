@@ -24,13 +24,14 @@ from muse_fn.kernels.cpu_weights import LOWEST, STATE, soften, weigh
 WIDEST = 256  # channels of a head
 CROWD = 64  # keys, at most, that are scored before their values are read
 RUN = 16  # of them, at most, that lie one behind the other in a block and are asked for at once
-NEAR = 8192  # bytes of a crowd's keys: with its values and the next one's keys they fit the nearest cache
+MOST_HEADS = 16  # of queries that a unit has
+NEAR = 16384  # bytes of a crowd's keys: they and the values are asked for while others are in the nearest cache
+ROOM = (CROWD + LANES) * 4  # bytes of a head's scores: the last ones are written with what else fills 16 places
 
 
 def _forms(pieces):
     """For so many heads: products of 16 / heads keys and of one with their queries, weights and sums of values."""
-    # What is read next is asked for run by run.
-    many, one = (tile("bf16", rows, pieces, asks=False) for rows in (LANES // pieces, 1))
+    many, one = (tile("bf16", rows, pieces) for rows in (LANES // pieces, 1))
     return many, one, soften(pieces), weigh(pieces)
 
 
@@ -41,30 +42,31 @@ _k1, _o1, _s1, _w1 = _forms(1)
 
 
 @inline
-def _score(m, q, groups, k, stride, count, to):
-    """Products of `count` keys with m queries, [count, m], and whatever in 16 places behind them."""
+def _score(m, q, groups, k, stride, count, to, coming, step):
+    """Products of `count` keys with m queries, [count, m], and whatever in 16 places behind them. As many at
+    `coming` are asked for."""
     n, rows = 0, LANES // m
     while n < count:
-        at, place = k + n * stride, to + n * m * 4
+        at, place, ask = k + n * stride, to + n * m * 4, coming + n * step
         if n + rows <= count:
             if m == 1:
-                _k1(at, stride, 0, 0, q, groups, place, 0)
+                _k1(at, stride, 0, 0, q, groups, place, ask, step)
             elif m == 2:
-                _k2(at, stride, 0, 0, q, groups, place, 0)
+                _k2(at, stride, 0, 0, q, groups, place, ask, step)
             elif m == 4:
-                _k4(at, stride, 0, 0, q, groups, place, 0)
+                _k4(at, stride, 0, 0, q, groups, place, ask, step)
             else:
-                _k8(at, stride, 0, 0, q, groups, place, 0)
+                _k8(at, stride, 0, 0, q, groups, place, ask, step)
             n += rows
         else:
             if m == 1:
-                _o1(at, stride, 0, 0, q, groups, place, 0)
+                _o1(at, stride, 0, 0, q, groups, place, ask, step)
             elif m == 2:
-                _o2(at, stride, 0, 0, q, groups, place, 0)
+                _o2(at, stride, 0, 0, q, groups, place, ask, step)
             elif m == 4:
-                _o4(at, stride, 0, 0, q, groups, place, 0)
+                _o4(at, stride, 0, 0, q, groups, place, ask, step)
             else:
-                _o8(at, stride, 0, 0, q, groups, place, 0)
+                _o8(at, stride, 0, 0, q, groups, place, ask, step)
             n += 1
 
 
@@ -86,15 +88,15 @@ def _soften(m, scores_at, count, scale, state):
 
 
 @inline
-def _weigh(m, v, stride, count, p, sums, sums_stride):
+def _weigh(m, v, stride, count, p, sums, sums_stride, coming, step):
     if m == 1:
-        _w1(v, stride, count, p, sums, sums_stride)
+        _w1(v, stride, count, p, sums, sums_stride, coming, step)
     elif m == 2:
-        _w2(v, stride, count, p, sums, sums_stride)
+        _w2(v, stride, count, p, sums, sums_stride, coming, step)
     elif m == 4:
-        _w4(v, stride, count, p, sums, sums_stride)
+        _w4(v, stride, count, p, sums, sums_stride, coming, step)
     else:
-        _w8(v, stride, count, p, sums, sums_stride)
+        _w8(v, stride, count, p, sums, sums_stride, coming, step)
 
 
 @inline
@@ -111,21 +113,21 @@ def _next(a, cursor, crowd):
     """The keys that follow of those that a query sees; where there are none the first ones of another unit, claimed
     now. The cursor is a unit and the column and place of its next key; a crowd its unit, its keys, its runs, then for
     each run where it begins in an arena, in bytes, and its keys."""
-    queries, kv_heads, width = argument(a, 2), argument(a, 3), argument(a, 5) * GROUP
-    columns, size = argument(a, 10), argument(a, 11)
+    queries, parts, columns, size = argument(a, 2), argument(a, 3) // argument(a, 19), argument(a, 10), argument(a, 11)
     if cursor[1] >= columns:
         cursor[0], cursor[1], cursor[2] = claim(a), 0, 0
     crowd[0], crowd[1], crowd[2] = cursor[0], 0, 0
-    if crowd[0] >= argument(a, 1) * queries * kv_heads:
+    if crowd[0] >= argument(a, 1) * queries * parts:
         return
-    row, head, stride = cursor[0] // kv_heads, cursor[0] % kv_heads, kv_heads * width * 2
-    at, most = i64(argument(a, 12), argument(a, 1) * queries)[row], min(CROWD, max(RUN, NEAR // (2 * width)))
+    row, width = cursor[0] // parts, argument(a, 5) * GROUP * 2
+    at, begin = i64(argument(a, 12), argument(a, 1) * queries)[row], cursor[0] % parts * argument(a, 19) * width
+    most = min(CROWD, NEAR // (argument(a, 19) * width))
     while cursor[1] < columns and crowd[1] + RUN <= most:
         column = row // queries * columns + cursor[1]
         count = _run(i64(argument(a, 13) + column * size * 8, size), cursor[2], size, at, argument(a, 14))
         if count:
             block = i64(argument(a, 9), argument(a, 1) * columns)[column]
-            crowd[3 + 2 * crowd[2]] = (block * size + cursor[2]) * stride + head * width * 2
+            crowd[3 + 2 * crowd[2]] = (block * size + cursor[2]) * argument(a, 3) * width + begin
             crowd[4 + 2 * crowd[2]] = count
             crowd[1] += count
             crowd[2] += 1
@@ -135,40 +137,74 @@ def _next(a, cursor, crowd):
 
 
 @inline
-def _ask_for(crowd, n, arena, stride, groups):
-    """Has a crowd's n-th run fetched while others are worked on: a head's rows lie too far apart to be foreseen."""
-    if n < crowd[2]:
-        for row in range(crowd[4 + 2 * n]):
-            for g in range(groups):
-                ask_for(arena + crowd[3 + 2 * n] + row * stride + g * 64)
+def _asked(crowd, coming, n):
+    """Where the rows lie that are asked for while a crowd's n-th run is read: blocks lie where nobody would foresee it,
+    and many lines asked for at once hold up what is read now. Whole rows are asked for in the order in which they lie,
+    whatever is read meanwhile."""
+    return coming[3 + 2 * n] if n < coming[2] else crowd[3 + 2 * n]
 
 
 @inline
-def _meet(a, crowd, coming, scale, q_at, scores_at, states_at, sums_at):
-    """A crowd's keys and values for all heads of its unit, while those of the coming one are asked for."""
-    heads, groups, stride, m = argument(a, 4), argument(a, 5), argument(a, 3) * argument(a, 5) * GROUP * 2, 0
-    while m < heads:
-        size, place = piece(heads - m), scores_at
-        for n in range(max(crowd[2], coming[2])):
-            if not m:
-                _ask_for(coming, n, argument(a, 7), stride, groups)
-            if n < crowd[2]:
-                k, q = argument(a, 7) + crowd[3 + 2 * n], q_at + m * groups * FACTOR_BYTES
-                _score(size, q, groups, k, stride, crowd[4 + 2 * n], place)
-                place += crowd[4 + 2 * n] * size * 4
-        if crowd[1]:
-            _soften(size, scores_at, crowd[1], scale, states_at + m * STATE)
-            _bring(size, groups * GROUP, states_at + m * STATE, sums_at + m * groups * GROUP * 4)
-        place = scores_at
-        for n in range(max(crowd[2], coming[2])):
-            if not m:
-                _ask_for(coming, n, argument(a, 8), stride, groups)
-            if n < crowd[2]:
+def _ask_for(coming, n, arena, stride, size):
+    """Asks for all runs from the n-th on."""
+    while n < coming[2]:
+        for row in range(coming[4 + 2 * n]):
+            for place in range(0, size, 64):
+                ask_for(arena + coming[3 + 2 * n] + row * stride + place)
+        n += 1
+
+
+@inline
+def _keys(a, crowd, coming, q_at, scores_at):
+    """Scores of a crowd for all heads of its unit, while the coming one's keys are asked for."""
+    heads, groups, own, k, done = argument(a, 4), argument(a, 5), argument(a, 19), argument(a, 7), 0
+    width = groups * GROUP * 2
+    stride = argument(a, 3) * width
+    step, between = (width, RUN * width) if own == argument(a, 3) else (stride, width)
+    for n in range(crowd[2]):
+        for h in range(own):
+            m, at, ask = 0, k + crowd[3 + 2 * n] + h * width, k + _asked(crowd, coming, n) + h * between
+            while m < heads:
+                size, row = piece(heads - m), h * heads + m
+                q, to = q_at + row * groups * FACTOR_BYTES, scores_at + row * ROOM + done * size * 4
+                _score(size, q, groups, at, stride, crowd[4 + 2 * n], to, ask, step)
+                m += size
+        done += crowd[4 + 2 * n]
+    _ask_for(coming, crowd[2], k, stride, own * width)
+
+
+@inline
+def _weights(a, crowd, scale, scores_at, states_at, sums_at):
+    """Weights of a crowd's scores; sums are brought to the new tops."""
+    heads, width = argument(a, 4), argument(a, 5) * GROUP
+    for h in range(argument(a, 19)):
+        m = 0
+        while m < heads:
+            size, row = piece(heads - m), h * heads + m
+            _soften(size, scores_at + row * ROOM, crowd[1], scale, states_at + row * STATE)
+            _bring(size, width, states_at + row * STATE, sums_at + row * width * 4)
+            m += size
+
+
+@inline
+def _values(a, crowd, coming, scores_at, sums_at):
+    """Adds a crowd's weighted values to the sums, while the coming one's values are asked for."""
+    heads, groups, own, v, done = argument(a, 4), argument(a, 5), argument(a, 19), argument(a, 8), 0
+    width = groups * GROUP * 2
+    stride = argument(a, 3) * width
+    step, one, between = (64, RUN * 64, RUN * width) if own == argument(a, 3) else (stride, 64, width)
+    for n in range(crowd[2]):
+        for h in range(own):
+            m, at, ask = 0, v + crowd[3 + 2 * n] + h * width, v + _asked(crowd, coming, n) + h * between
+            while m < heads:
+                size, row = piece(heads - m), h * heads + m
+                p, to = scores_at + row * ROOM + done * size * 4, sums_at + row * width * 2
                 for g in range(groups):
-                    v, to = argument(a, 8) + crowd[3 + 2 * n] + g * 64, sums_at + (m * groups + g) * GROUP * 4
-                    _weigh(size, v, stride, crowd[4 + 2 * n], place, to, groups * GROUP * 4)
-                place += crowd[4 + 2 * n] * size * 4
-        m += size
+                    place = to + g * GROUP * 4
+                    _weigh(size, at + g * 64, stride, crowd[4 + 2 * n], p, place, width * 2, ask + g * one, step)
+                m += size
+        done += crowd[4 + 2 * n]
+    _ask_for(coming, crowd[2], v, stride, own * width)
 
 
 @inline
@@ -183,61 +219,76 @@ def _bring(m, width, state, sums_at):
 
 
 @inline
-def _divided(sums, states_at, heads, groups, out):
-    """The sums of each head over its total weight, as bfloat16; zeros where no key was seen."""
-    m = 0
-    while m < heads:
-        size = piece(heads - m)
-        parts = f32(states_at + m * STATE + 64, LANES)
-        for h in range(size):
-            total = np.float32(0.0)
-            for n in range(h, LANES, size):
-                total += parts[n]
-            less = np.float32(0.0) if total == 0 else np.float32(1.0) / total
-            for place in range((m + h) * groups * GROUP, (m + h + 1) * groups * GROUP, GROUP):
-                for lane in range(LANES):
-                    out[place + 2 * lane] = narrow(sums[place + lane] * less)
-                    out[place + 2 * lane + 1] = narrow(sums[place + LANES + lane] * less)
-        m += size
+def _divided(sums, state, m, width, out):
+    """The sums of m heads over their total weights, as bfloat16; zeros where no key was seen."""
+    parts = f32(state + 64, LANES)
+    for h in range(m):
+        total = np.float32(0.0)
+        for n in range(h, LANES, m):
+            total += parts[n]
+        less = np.float32(0.0) if total == 0 else np.float32(1.0) / total
+        for place in range(h * width, (h + 1) * width, GROUP):
+            for lane in range(LANES):
+                out[place + 2 * lane] = narrow(sums[place + lane] * less)
+                out[place + 2 * lane + 1] = narrow(sums[place + LANES + lane] * less)
 
 
 @inline
-def _begin(x, heads, groups, q_at, states_at, sums):
-    """Lays out the queries of the heads; no key has been seen."""
-    m = 0
-    while m < heads:
-        size = piece(heads - m)
-        for h in range(size):
-            to = q_at + (m * groups + h) * FACTOR_BYTES
-            spread_row(x + (m + h) * groups * GROUP * 2, False, groups, to, size * FACTOR_BYTES)
-        state = f32(states_at + m * STATE, 2 * LANES)
-        state[:LANES], state[LANES:] = np.float32(LOWEST), np.float32(0.0)
-        m += size
-    sums[:] = np.float32(0.0)
+def _end(a, unit, states_at, sums_at):
+    """Writes what a unit's heads have found."""
+    heads, own, width = argument(a, 4), argument(a, 19), argument(a, 5) * GROUP
+    for h in range(own):
+        m = 0
+        while m < heads:
+            size, row = piece(heads - m), h * heads + m
+            sums, out = (
+                f32(sums_at + row * width * 4, size * width),
+                argument(a, 15) + (unit * own * heads + row) * width * 2,
+            )
+            _divided(sums, states_at + row * STATE, size, width, bf16(out, size * width))
+            m += size
+
+
+@inline
+def _begin(a, unit, q_at, states_at, sums_at):
+    """Lays out the queries of a unit's heads; no key has been seen."""
+    heads, groups, own = argument(a, 4), argument(a, 5), argument(a, 19)
+    for h in range(own):
+        m = 0
+        while m < heads:
+            size, row = piece(heads - m), h * heads + m
+            for k in range(size):
+                x = argument(a, 6) + (unit * own * heads + row + k) * groups * GROUP * 2
+                spread_row(x, False, groups, q_at + (row * groups + k) * FACTOR_BYTES, size * FACTOR_BYTES)
+            state = f32(states_at + row * STATE, 2 * LANES)
+            state[:LANES], state[LANES:] = np.float32(LOWEST), np.float32(0.0)
+            m += size
+    f32(sums_at, own * heads * groups * GROUP)[:] = np.float32(0.0)
 
 
 def _attend(a):
     """Arguments: 0 claims, 1 sequences, 2 new positions, 3 KV heads, 4 heads of each, 5 groups of a head's channels, 6
     q, 7 K arena, 8 V arena, 9 blocks, 10 columns of blocks, 11 rows of a block, 12 q positions, 13 k positions, 14
-    window, 15 result, 16 the helpers, 17 this, 18 threads."""
-    heads, groups, units = argument(a, 4), argument(a, 5), argument(a, 1) * argument(a, 2) * argument(a, 3)
-    width, scale = groups * GROUP, np.float32(1.0 / math.sqrt(np.float64(groups * GROUP)))
-    q_at, sums_at, scores_at, states_at = workspace(16384), workspace(16384), workspace(4096), workspace(3072)
+    window, 15 result, 16 the helpers, 17 this, 18 threads, 19 KV heads of a unit."""
+    units, scale = (
+        argument(a, 1) * argument(a, 2) * (argument(a, 3) // argument(a, 19)),
+        np.float32(1.0 / math.sqrt(np.float64(argument(a, 5) * GROUP))),
+    )
+    q_at, sums_at, scores_at, states_at = workspace(16384), workspace(16384), workspace(5120), workspace(3072)
     crowd, coming, cursor = i64(workspace(2048), 256), i64(workspace(2048), 256), i64(workspace(64), 3)
-    sums = f32(sums_at, heads * width)
     cursor[1] = argument(a, 10)  # of no unit yet
     crowd[0], crowd[1], crowd[2] = -1, 0, 0
     while crowd[0] < units:
         _next(a, cursor, coming)
-        if crowd[0] >= 0 or coming[0] < units:
-            _meet(a, crowd, coming, scale, q_at, scores_at, states_at, sums_at)
+        _keys(a, crowd, coming, q_at, scores_at)
+        if crowd[1]:
+            _weights(a, crowd, scale, scores_at, states_at, sums_at)
+        _values(a, crowd, coming, scores_at, sums_at)
         if coming[0] != crowd[0]:
             if crowd[0] >= 0:
-                _divided(
-                    sums, states_at, heads, groups, bf16(argument(a, 15) + crowd[0] * heads * width * 2, heads * width)
-                )
+                _end(a, crowd[0], states_at, sums_at)
             if coming[0] < units:
-                _begin(argument(a, 6) + coming[0] * heads * width * 2, heads, groups, q_at, states_at, sums)
+                _begin(a, coming[0], q_at, states_at, sums_at)
         crowd, coming = coming, crowd
 
 
@@ -259,13 +310,21 @@ class Seen(NamedTuple):
     window: int
 
 
+def _heads_at_once(queries: int, kv_heads: int, heads: int, width: int) -> int:
+    """How many KV heads, whose keys lie beside each other, make a unit: as many as fit, but two units for a thread."""
+    most = min(MOST_HEADS * kv_heads // heads, NEAR // (RUN * width * 2))
+    most = min(most, queries * kv_heads // (2 * torch.get_num_threads()))
+    return next((n for n in range(most, 1, -1) if kv_heads % n == 0), 1)
+
+
 def attention_of(q: int, shape: Sequence[int], seen: Seen, out: int) -> Work:
     """Attention of queries at an address, of shape [B, T, N, D], to another, which may be the same."""
     batch, queries, count, width = shape
     k, v, size, kv_heads, blocks, columns, q_pos, k_pos, window = seen
-    shared = threads(batch * queries * kv_heads)
+    own = _heads_at_once(batch * queries, kv_heads, count, width)
+    shared = threads(batch * queries * kv_heads // own)
     return Work(_started, [0, batch, queries, kv_heads, count // kv_heads, width // GROUP, q, k, v, blocks, columns,
-        size, q_pos, k_pos, window, out, helpers(shared), compiled(_attend)[1], shared])  # fmt: skip
+        size, q_pos, k_pos, window, out, helpers(shared), compiled(_attend)[1], shared, own])  # fmt: skip
 
 
 def attend_blocks(

@@ -60,21 +60,21 @@ def dots_of_bf16(rows, m, w, stride, x, groups, out, coming):
     """`tile` for BF16_ROWS rows or one of a bfloat16 matrix, and m rows of x."""
     if rows == BF16_ROWS:
         if m == 1:
-            _b1(w, stride, 0, 0, x, groups, out, coming)
+            _b1(w, stride, 0, 0, x, groups, out, coming, stride)
         elif m == 2:
-            _b2(w, stride, 0, 0, x, groups, out, coming)
+            _b2(w, stride, 0, 0, x, groups, out, coming, stride)
         elif m == 4:
-            _b4(w, stride, 0, 0, x, groups, out, coming)
+            _b4(w, stride, 0, 0, x, groups, out, coming, stride)
         else:
-            _b8(w, stride, 0, 0, x, groups, out, coming)
+            _b8(w, stride, 0, 0, x, groups, out, coming, stride)
     elif m == 1:
-        _c1(w, stride, 0, 0, x, groups, out, coming)
+        _c1(w, stride, 0, 0, x, groups, out, coming, stride)
     elif m == 2:
-        _c2(w, stride, 0, 0, x, groups, out, coming)
+        _c2(w, stride, 0, 0, x, groups, out, coming, stride)
     elif m == 4:
-        _c4(w, stride, 0, 0, x, groups, out, coming)
+        _c4(w, stride, 0, 0, x, groups, out, coming, stride)
     else:
-        _c8(w, stride, 0, 0, x, groups, out, coming)
+        _c8(w, stride, 0, 0, x, groups, out, coming, stride)
 
 
 @inline
@@ -82,34 +82,34 @@ def dots_of_mxfp4(rows, m, w, stride, scales, x, groups, out, coming):
     """The same for ROWS rows or one of codes, whose scales lie `groups` to a row."""
     if rows == ROWS:
         if m == 1:
-            _p1(w, stride, scales, groups, x, groups, out, coming)
+            _p1(w, stride, scales, groups, x, groups, out, coming, stride)
         elif m == 2:
-            _p2(w, stride, scales, groups, x, groups, out, coming)
+            _p2(w, stride, scales, groups, x, groups, out, coming, stride)
         elif m == 4:
-            _p4(w, stride, scales, groups, x, groups, out, coming)
+            _p4(w, stride, scales, groups, x, groups, out, coming, stride)
         else:
-            _p8(w, stride, scales, groups, x, groups, out, coming)
+            _p8(w, stride, scales, groups, x, groups, out, coming, stride)
     elif m == 1:
-        _q1(w, stride, scales, groups, x, groups, out, coming)
+        _q1(w, stride, scales, groups, x, groups, out, coming, stride)
     elif m == 2:
-        _q2(w, stride, scales, groups, x, groups, out, coming)
+        _q2(w, stride, scales, groups, x, groups, out, coming, stride)
     elif m == 4:
-        _q4(w, stride, scales, groups, x, groups, out, coming)
+        _q4(w, stride, scales, groups, x, groups, out, coming, stride)
     else:
-        _q8(w, stride, scales, groups, x, groups, out, coming)
+        _q8(w, stride, scales, groups, x, groups, out, coming, stride)
 
 
 @inline
 def dots_of_f32(m, w, x, groups, out, coming):
     """The same for one row of a float32 matrix and rows of x as they are."""
     if m == 1:
-        _f1(w, 0, 0, 0, x, groups, out, coming)
+        _f1(w, 0, 0, 0, x, groups, out, coming, 0)
     elif m == 2:
-        _f2(w, 0, 0, 0, x, groups, out, coming)
+        _f2(w, 0, 0, 0, x, groups, out, coming, 0)
     elif m == 4:
-        _f4(w, 0, 0, 0, x, groups, out, coming)
+        _f4(w, 0, 0, 0, x, groups, out, coming, 0)
     else:
-        _f8(w, 0, 0, 0, x, groups, out, coming)
+        _f8(w, 0, 0, 0, x, groups, out, coming, 0)
 
 
 @inline

@@ -157,26 +157,26 @@ def _readers(kind, has_permute):
 
 
 def tile(kind, rows, pieces, asks=True, has_permute=HAS_PERMUTE):
-    """An intrinsic (w, stride, scales, scale_stride, x, groups, out, coming): the products of `rows` rows of a matrix
-    with `pieces` rows of x, float32 [rows, pieces] and what else fills 16 places, written to `out`.
+    """An intrinsic (w, stride, scales, scale_stride, x, groups, out, coming, step): the products of `rows` rows of a
+    matrix with `pieces` rows of x, float32 [rows, pieces] and what else fills 16 places, written to `out`.
 
     kind is bf16, mxfp4 or f32; strides are bytes from row to row; x is [groups, pieces, 32], float32 for f32, else as
-    above. groups is at least 1. While rows are read it `asks` for as many that lie at `coming`, to be read later. The
+    above. groups is at least 1. While rows are read it `asks` for as many that lie `step` bytes
+    from each other at `coming`, to be read later. The
     order of a sum is the same for any number of rows and pieces: a row's bits do not depend on its neighbours.
     """
     width, x_width = {"bf16": (64, FACTOR_BYTES), "mxfp4": (16, FACTOR_BYTES), "f32": (128, 128)}[kind]
     of_matrix, of_factor, added = _readers(kind, has_permute)
 
     def codegen(context, b, signature, args):
-        w, stride, scales, scale_stride, x, groups, out, coming = args
+        w, stride, scales, scale_stride, x, groups, out, coming, step = args
 
         def body(n, sums):
             sums, place, matrix = list(sums), b.mul(n, _word(width)), []
             for r in range(rows):
-                behind = _plus(b, b.mul(stride, _word(r)), place)
-                at = _plus(b, w, behind)
+                at = _plus(b, w, b.mul(stride, _word(r)), place)
                 if asks:
-                    _prefetch(b, _plus(b, coming, behind))
+                    _prefetch(b, _plus(b, coming, b.mul(step, _word(r)), place))
                 matrix.append(of_matrix(b, at, _plus(b, scales, b.mul(scale_stride, _word(r)), n)))
             for m in range(pieces):
                 factor = of_factor(b, _plus(b, x, b.mul(n, _word(x_width * pieces)), x_width * m))
@@ -190,8 +190,8 @@ def tile(kind, rows, pieces, asks=True, has_permute=HAS_PERMUTE):
         _store(b, _sums(b, made), out)
         return context.get_dummy_value()
 
-    def typed(context, w, stride, scales, scale_stride, x, groups, out, coming):
-        return types.void(*[types.int64] * 8), codegen
+    def typed(context, w, stride, scales, scale_stride, x, groups, out, coming, step):
+        return types.void(*[types.int64] * 9), codegen
 
     return intrinsic(typed)
 

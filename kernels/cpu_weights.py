@@ -20,6 +20,7 @@ from muse_fn.kernels.cpu_vectors import (
     _loop,
     _pair_of_bf16,
     _plus,
+    _prefetch,
     _splat,
     _store,
     _word,
@@ -93,14 +94,16 @@ def soften(pieces):
 
 
 def weigh(pieces):
-    """An intrinsic (v, stride, count, p, sums, sums_stride): adds to each of `pieces` rows of 32 sums, spread float32,
-    the 32 bfloat16 at each of `count` rows of v times their weights p [count, pieces]; strides in bytes, count >= 1."""
+    """An intrinsic (v, stride, count, p, sums, sums_stride, coming, step): adds to each of `pieces` rows of 32 sums,
+    spread float32, the 32 bfloat16 at each of `count` rows of v times their weights p [count, pieces]; strides in
+    bytes, count >= 1. Asks for as much `step` bytes from each other at `coming`."""
 
     def codegen(context, b, signature, args):
-        v, stride, count, p, sums, sums_stride = args
+        v, stride, count, p, sums, sums_stride, coming, step = args
         places = [_plus(b, sums, b.mul(sums_stride, _word(m)), 64 * half) for m in range(pieces) for half in (0, 1)]
 
         def body(n, found):
+            _prefetch(b, _plus(b, coming, b.mul(step, n)))
             values, weights = _pair_of_bf16(b, _plus(b, v, b.mul(stride, n))), _plus(b, p, b.mul(n, _word(4 * pieces)))
             factors = [_splat(b, _load(b, _plus(b, weights, 4 * m), _F32)) for m in range(pieces)]
             return [_fma(b, factors[place // 2], values[place % 2], x) for place, x in enumerate(found)]
@@ -109,7 +112,7 @@ def weigh(pieces):
             _store(b, made, at)
         return context.get_dummy_value()
 
-    def typed(context, v, stride, count, p, sums, sums_stride):
-        return types.void(*[types.int64] * 6), codegen
+    def typed(context, v, stride, count, p, sums, sums_stride, coming, step):
+        return types.void(*[types.int64] * 8), codegen
 
     return intrinsic(typed)
