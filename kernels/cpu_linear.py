@@ -28,6 +28,7 @@ from muse_fn.kernels.packed import MXFP4, Weight
 
 GROUP = 32  # inputs that are read at a time
 UNIT = 16  # rows of a matrix that a thread claims at least
+LONGEST = 64  # such units, at most, that it claims at once
 AHEAD = 6144  # bytes between what is read and what is asked for, beyond where the processor would look by itself
 BLOCK = 8  # of them that meet the next rows of x while both are in the nearest cache
 BF16, PACKED, FLOAT = 0, 1, 2
@@ -182,15 +183,10 @@ def _stride(kind, groups):
 
 @inline
 def share(n, units, threads):
-    """The first of the units of the n-th claim, and the one behind its last: halves of what is left at first, one unit
-    in the end. Long runs are read faster than short ones that threads take in turn."""
-    first = 0
-    while first < units:
-        size = max(1, (units - first) // (2 * threads))
-        if n < threads:
-            return min(units, first + n * size), min(units, first + (n + 1) * size)
-        first, n = first + threads * size, n - threads
-    return units, units
+    """The first of the units of the n-th claim, and the one behind its last: a quarter of a thread's part, LONGEST at
+    most. Long runs are read faster than short ones that threads take in turn."""
+    size = max(1, min(LONGEST, units // (4 * threads)))
+    return min(units, n * size), min(units, (n + 1) * size)
 
 
 @inline
