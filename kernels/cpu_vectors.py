@@ -4,7 +4,8 @@ Addresses are int64. A matrix is read 32 inputs at a time, as 16 words of two bf
 the even inputs are the low halves. Where the processor multiplies pairs of bfloat16, the matrix's factor lies as it is,
 in bfloat16; elsewhere it lies `spread`: for each 32 inputs the 16 even ones, then the 16 odd ones, as float32. Nothing
 here rounds but the sums themselves: MXFP4 times its scale is exact in float32. Products of pairs take subnormal
-bfloat16, below 1.2e-38, for zero.
+bfloat16, below 1.2e-38, for zero; those with codes are scaled when a pair is summed, which two inputs above 2e37 may
+overflow.
 """
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -21,12 +22,14 @@ HAS_PERMUTE = "+avx512f" in FEATURES  # a table of 16 values held in one registe
 HAS_DOTS = "+avx512bf16" in FEATURES  # products of pairs of bfloat16, added to float32
 PIECES = (8, 4, 2, 1) if HAS_PERMUTE else (4, 2, 1)  # rows of x whose sums fit the registers, beside ROWS of a matrix
 ROWS = 2 if HAS_PERMUTE else 1  # of a matrix whose products are many operations; else two are read slower than one
+HAS_WORDS = HAS_DOTS and "+avx512bw" in FEATURES  # and a table of 32 values of 16 bits
 BF16_ROWS = 1 if HAS_DOTS else ROWS
 FACTOR_BYTES = 64 if HAS_DOTS else 128  # of 32 inputs in the factor of a matrix of bfloat16 or codes
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS, _BYTES = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, _I8))
+_SHORTS = ir.VectorType(_I16, 2 * LANES)
 
 
 def _word(value):
@@ -91,18 +94,34 @@ def _e2m1(b, codes, has_permute):
 
 
 def _e8m0(b, byte):
-    """A scale's byte -> float32: 2^(byte - 127), 0 the subnormal 2^-127, 255 not a number."""
-    wide = b.zext(byte, _I32)
-    bits = b.shl(wide, ir.Constant(_I32, 23))
-    bits = b.select(b.icmp_unsigned("==", wide, ir.Constant(_I32, 0)), ir.Constant(_I32, 0x0040_0000), bits)
-    bits = b.select(b.icmp_unsigned("==", wide, ir.Constant(_I32, 255)), ir.Constant(_I32, 0x7FC0_0000), bits)
-    return b.bitcast(bits, _F32)
+    """A scale's byte -> float32: 2^(byte - 127), 0 the subnormal 2^-127, 255 not a number. From a table: it takes
+    longer to make than all else that 32 codes need."""
+    bits = ir.Constant(ir.ArrayType(_I32, 256), [0x0040_0000, *(n << 23 for n in range(1, 255)), 0x7FC0_0000])
+    table = cgutils.global_constant(b.module, "e8m0", bits)
+    return b.bitcast(b.load(b.gep(table, [ir.Constant(_I32, 0), b.zext(byte, _I32)])), _F32)
 
 
 def _pair_of_mxfp4(b, codes_at, scale_at, has_permute):
     codes, scale = b.zext(_load(b, codes_at, _BYTES), _WORDS), _splat(b, _e8m0(b, _load(b, scale_at, _I8)))
     both = codes, b.lshr(codes, _words(4))
     return [b.fmul(_e2m1(b, half, has_permute), scale) for half in both]
+
+
+def _words_of_mxfp4(b, codes_at, scale_at):
+    """32 codes as 16 pairs of bfloat16, and their scale."""
+    codes = b.zext(_load(b, codes_at, _BYTES), _WORDS)
+    # Five bits choose among 32 values, which are 16 twice: the fifth of an even one belongs to the odd one.
+    both = b.bitcast(b.or_(codes, b.shl(codes, _words(12))), _SHORTS)
+    table = ir.Constant(_SHORTS, 2 * [0, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0,
+        0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080, 0xC0C0])  # fmt: skip
+    found = b.call(_external(b, "llvm.x86.avx512.permvar.hi.512", _SHORTS, _SHORTS, _SHORTS), [table, both])
+    return b.bitcast(found, _WORDS), _splat(b, _e8m0(b, _load(b, scale_at, _I8)))
+
+
+def _scaled_dots(b, own, other, sums):
+    """sums plus products of codes, which are exact, times their scale."""
+    pairs, scale = own
+    return _fma(b, scale, _dots(b, pairs, other, ir.Constant(_FLOATS, [0.0] * LANES)), sums)
 
 
 def _sums(b, vectors, added=None):
@@ -150,6 +169,9 @@ def _readers(kind, has_permute):
         return lambda b, at, _: _pair_of_f32(b, at), _pair_of_f32, _fma
     if kind == "bf16" and HAS_DOTS:
         return lambda b, at, _: [_load(b, at, _WORDS)], lambda b, at: [_load(b, at, _WORDS)], _dots
+    if kind == "mxfp4" and HAS_WORDS:
+        read = _words_of_mxfp4
+        return lambda b, at, scale_at: [read(b, at, scale_at)], lambda b, at: [_load(b, at, _WORDS)], _scaled_dots
     factor = _pair_of_bf16 if HAS_DOTS else _pair_of_f32
     if kind == "bf16":
         return lambda b, at, _: _pair_of_bf16(b, at), factor, _fma

@@ -96,13 +96,18 @@ def test_every_code_and_scale_is_what_it_stands_for(scale: int) -> None:
     codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 16).contiguous()
     w = MXFP4(codes, torch.full((256, 1), scale, dtype=torch.uint8))
     values = dequantise(w, torch.float32)
-    is_finite = values.isfinite().all(-1)  # infinity and no number times 0 are no number
+    is_finite = values.isfinite().all(-1)
+    large = dequantise(w, torch.float64).float()
     for place in (0, 1, 14, 31):
         x = torch.zeros(1, 32, dtype=BF16)
         x[0, place] = 1.0
         (found,) = cpu_linear.linears(x, (w,), torch.float32)
         torch.testing.assert_close(found[0][is_finite], values[is_finite, place], rtol=0, atol=0)
-        assert not found[0][~is_finite].isfinite().any()
+        # Infinity and no number times 0 are no number. A form that scales sums meets neither where a weight only is too
+        # large for float32: then it has the value itself.
+        rest = found[0][~is_finite]
+        assert (rest.isnan() | (rest == large[~is_finite, place])).all()
+        assert scale < 255 or not rest.isfinite().any()
 
 
 def test_processors_without_wide_registers_have_another_way() -> None:
