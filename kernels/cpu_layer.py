@@ -1,10 +1,11 @@
-"""A whole layer with experts in one call on a CPU, for few rows in bfloat16: all its forms, one after the other.
+"""Whole layers with experts in one call on a CPU, for few rows in bfloat16: all their forms, one after the other.
 
 What one leaves to the next lies in one piece of memory, which goes when the call is over. The forms, and so the bits,
 are those that a layer takes one by one.
 """
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,9 +19,9 @@ from muse_fn.kernels.cpu_heads import gate_of, heads_of
 from muse_fn.kernels.cpu_linear import matrix, products_of
 from muse_fn.kernels.cpu_plan import Plan, follow, planned, unknown
 from muse_fn.kernels.cpu_rows import blend_of, join_of, norm_of, route_of
-from muse_fn.kernels.norms import Rotary
 from muse_fn.kernels.packed import logical_shape
-from muse_fn.kernels.pieces import Block, Context, Joined, Numbers
+from muse_fn.kernels.pieces import Block, Joined, Numbers
+from muse_fn.kernels.select import Site
 
 LINE = 64  # bytes that memory is read by
 H, A, NEW_H, NEW_A, IDX, COS, SIN, K, V, WRITE, BLOCKS, COLUMNS, Q_POS, K_POS, ROOM = map(unknown, range(1, 16))
@@ -41,6 +42,8 @@ class Whole(NamedTuple):
 
     plan: Plan
     room: int  # bytes
+    top_k: int
+    is_last: bool
 
 
 class Left(NamedTuple):
@@ -118,30 +121,29 @@ def whole(p: Block, n: Numbers, size: Size) -> Whole:
     """A layer of these parameters as one plan, which holds where they lie: they must live as long."""
     left = _left(p, n, size.batch * size.length)
     at = Left(*(ROOM + place for place in left))
-    return Whole(planned(_attention(p, n, size, at) + _mixture(p, n, size, at)), left.end)
+    plan = planned(_attention(p, n, size, at) + _mixture(p, n, size, at))
+    return Whole(plan, left.end, n.top_k, p.coming is None)
 
 
-def run_layer(
-    made: Whole,
-    top_k: int,
-    stream: Joined,
-    rotary: Rotary | None,
-    k_arena: Tensor,
-    v_arena: Tensor,
-    at: Context,
-    is_last: bool,
-) -> tuple[Joined, Tensor]:
-    """The stream after the layer, and the experts taken int64 [B*T, R]. Writes into the arenas."""
+def run_layers(layers: Sequence[tuple[Whole, Site]], stream: Joined) -> tuple[Joined, Sequence[Tensor]]:
+    """The stream after layers one after the other, and the experts that each took, int64 [B*T, R]. Writes into the
+    arenas. No layer but the last may be the model's last."""
     h, a, _ = stream
-    new, idx = torch.empty_like(h), at.write.new_empty(len(h), top_k)
-    normed, room = new if is_last else torch.empty_like(a), h.new_empty(made.room, dtype=torch.uint8)
-    angles = (0, 0) if rotary is None else (rotary.cos.data_ptr(), rotary.sin.data_ptr())
-    follow(
-        made.plan,
-        (
-            h.data_ptr(), a.data_ptr(), new.data_ptr(), normed.data_ptr(), idx.data_ptr(), *angles, k_arena.data_ptr(),
-            v_arena.data_ptr(), at.write.data_ptr(), at.blocks_BC.data_ptr(), at.blocks_BC.shape[1],
-            at.q_pos_BT.data_ptr(), at.k_pos_BS.data_ptr(), room.data_ptr(),
-        ),
-    )  # fmt: skip
-    return Joined(new, normed), idx
+    taken = [site.at.write.new_empty(len(h), made.top_k) for made, site in layers]
+    streams = [torch.empty_like(h) for _ in layers[:2]]  # each layer reads one and writes the other
+    normed = [torch.empty_like(a) for _ in streams]
+    room = h.new_empty(max(made.room for made, _ in layers), dtype=torch.uint8)
+    read, numbers = (h.data_ptr(), a.data_ptr()), list[Sequence[int]]()
+    for n, ((made, site), idx) in enumerate(zip(layers, taken, strict=True)):
+        write = streams[n % 2].data_ptr(), (streams if made.is_last else normed)[n % 2].data_ptr()
+        angles = (0, 0) if site.rotary is None else (site.rotary.cos.data_ptr(), site.rotary.sin.data_ptr())
+        at = site.at
+        numbers.append((
+            *read, *write, idx.data_ptr(), *angles, site.k_arena.data_ptr(), site.v_arena.data_ptr(),
+            at.write.data_ptr(), at.blocks_BC.data_ptr(), at.blocks_BC.shape[1], at.q_pos_BT.data_ptr(),
+            at.k_pos_BS.data_ptr(), room.data_ptr(),
+        ))  # fmt: skip
+        read = write
+    follow([made.plan for made, _ in layers], numbers)
+    last = (len(layers) - 1) % 2
+    return Joined(streams[last], (streams if layers[-1][0].is_last else normed)[last]), taken

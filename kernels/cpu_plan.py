@@ -61,6 +61,17 @@ def _follow(a):
         run(words[1 + 2 * n], at + words[2 + 2 * n], 0)
 
 
-def follow(plan: Plan, numbers: Sequence[int]) -> None:
-    """Runs a plan with these numbers for its unknowns."""
-    call(_follow, [plan.words.data_ptr(), plan.which.data_ptr(), len(plan.words), 0, *numbers])
+def _follow_all(a):
+    """Arguments: 0 plans, 1 `_follow`, 2 how many arguments that has each time; then those."""
+    for n in range(argument(a, 0)):
+        run(argument(a, 1), a + 8 * (3 + n * argument(a, 2)), 0)
+
+
+def follow(plans: Sequence[Plan], numbers: Sequence[Sequence[int]]) -> None:
+    """Runs plans one after the other, each with its numbers for its unknowns, as many for all."""
+    given = [
+        word
+        for plan, own in zip(plans, numbers, strict=True)
+        for word in (plan.words.data_ptr(), plan.which.data_ptr(), len(plan.words), 0, *own)
+    ]
+    call(_follow_all, [len(plans), compiled(_follow)[1], len(given) // len(plans), *given])

@@ -3,6 +3,7 @@
 kernels/cpu_ops.py has each operation alone; what is not taken here goes there.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from muse_fn.kernels import cpu_calls, cpu_ops, cpu_reasons
 from muse_fn.kernels.cpu_ops import BF16, FLOAT, MOST_QUERIES
-from muse_fn.kernels.norms import Rotary
 from muse_fn.kernels.one_op import watcher
 from muse_fn.kernels.packed import logical_shape
-from muse_fn.kernels.pieces import Block, Context, Joined, Numbers
+from muse_fn.kernels.pieces import Block, Joined, Numbers
+from muse_fn.kernels.select import Site
 
 
 class Prepared:
@@ -23,12 +24,11 @@ class Prepared:
     def __init__(self, block: Block, numbers: Numbers) -> None:
         self.block, self.numbers, self.plans = block, numbers, dict[Any, Any]()
         self.held: list[Tensor] = [t for x in block for t in ((x,) if isinstance(x, Tensor) else x or ())]
+        self.kept = logical_shape(block.k)[0] // numbers.head_dim, numbers.head_dim  # a position's in an arena
 
-    def __call__(
-        self, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
-    ) -> tuple[Joined, Tensor] | None:
-        """The layer on a step, or None for a step that it does not take."""
-        return _run(self, stream, rotary, k_arena, v_arena, at)
+    def __call__(self, stream: Joined, layers: Iterable[tuple[Any, Site]]) -> tuple[Joined, Sequence[Tensor]] | None:
+        """`WholeLayer`."""
+        return _run(stream, layers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Prepared, (self.block, self.numbers)
@@ -67,41 +67,51 @@ def _why_not_block(p: Block, n: Numbers) -> str:
     )
 
 
-def _run(
-    made: Prepared, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
-) -> tuple[Joined, Tensor] | None:
-    """The layer on a step, or None for a step that it does not take."""
-    if not _takes(made, stream, rotary, k_arena, v_arena, at):
+def _run(stream: Joined, layers: Iterable[tuple[Prepared, Site]]) -> tuple[Joined, Sequence[Tensor]] | None:
+    """As many of these layers as take the step, in one call; None if the first does not."""
+    form, known, plans = cpu_ops.file_of("cpu_layer"), set[int](), list[Any]()
+    for made, site in layers:
+        plan = _plan_of(made, stream, site, known)
+        if plan is None:
+            break
+        plans.append((plan, site))
+        if made.block.coming is None:
+            break
+    return form.run_layers(plans, stream) if plans else None
+
+
+def _plan_of(made: Prepared, stream: Joined, site: Site, known: set[int]) -> Any:
+    """How a layer is run on a step, or None for a step that it does not take."""
+    if not _takes(made, stream, site, known):
         return None
-    form, (batch, length), count = cpu_ops.file_of("cpu_layer"), at.q_pos_BT.shape, torch.get_num_threads()
-    size = batch, length, k_arena.shape[1], count, cpu_calls.helpers(count)
+    (batch, length), count = site.at.q_pos_BT.shape, torch.get_num_threads()
+    size = batch, length, site.k_arena.shape[1], count, cpu_calls.helpers(count)
     key = size, *(t.data_ptr() for t in made.held)  # whose storage may be another one by now
     plan = made.plans.get(key)
     if plan is None:  # one thread's is as good as another's
+        form = cpu_ops.file_of("cpu_layer")
         plan = made.plans[key] = form.whole(made.block, made.numbers, form.Size(*size))
-    is_last = made.block.coming is None
-    return form.run_layer(plan, made.numbers.top_k, stream, rotary, k_arena, v_arena, at, is_last)
+    return plan
 
 
-def _takes(
-    made: Prepared, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
-) -> bool:
-    """Whether a step has few rows, whose tensors are whole. Who watches is to see the arenas written by PyTorch."""
-    (h, a, _), (tokens, width), head_dim = stream, stream.h.shape, made.numbers.head_dim
-    angles, (batch, length) = rotary or (), at.q_pos_BT.shape
+def _takes(made: Prepared, stream: Joined, site: Site, known: set[int]) -> bool:
+    """Whether a step has few rows, whose tensors are whole; those that are `known` to be are not looked at again. Who
+    watches is to see the arenas written by PyTorch."""
+    (h, a, _), (tokens, width) = stream, stream.h.shape
+    at, angles, (batch, length) = site.at, site.rotary or (), site.at.q_pos_BT.shape
     if watcher() is not None or length > MOST_QUERIES or not tokens == batch * length <= cpu_ops.most().rows:
         return False
     if cpu_ops.experts_file(tokens, tokens * made.numbers.top_k, made.block.down) != "cpu_experts":
         return False
-    kept = logical_shape(made.block.k)[0] // head_dim, head_dim
-    places = at.write, at.blocks_BC, at.q_pos_BT, at.k_pos_BS
-    given = h, a, k_arena, v_arena, *angles, *places
+    arenas, places = (site.k_arena, site.v_arena), (at.write, at.blocks_BC, at.q_pos_BT, at.k_pos_BS)
+    kinds = (FLOAT, (h,)), (BF16, (a, *arenas)), (FLOAT, angles), (torch.int64, places)
+    new = [(x, dtype) for dtype, tensors in kinds for x in tensors if id(x) not in known]
+    known.update(id(x) for x, _ in new)
     return (
         a.shape == h.shape == (tokens, width)
-        and k_arena.shape == v_arena.shape
-        and k_arena.shape[2:] == kept
-        and all(x.numel() == tokens * head_dim for x in angles)
-        and all(x.is_contiguous() for x in given)
-        and [x.dtype for x in given] == [FLOAT, BF16, BF16, BF16, *[FLOAT] * len(angles), *[torch.int64] * 4]
-        and not cpu_reasons.why_not(*given)
+        and arenas[0].shape == arenas[1].shape
+        and arenas[0].shape[2:] == made.kept
+        and all(x.numel() == tokens * made.numbers.head_dim for x in angles)
+        and all(x.is_contiguous() and x.dtype == dtype for x, dtype in new)
+        and not cpu_reasons.why_not(*(x for x, _ in new))
     )

@@ -1,11 +1,11 @@
 """Device in, one table of operations out, each with the reason why that form was chosen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import _C, Tensor, device, dtype, is_grad_enabled
 from torch._C._functorch import TransformType
@@ -55,14 +55,25 @@ AttendNew = Callable[[Projected, Rotary | None, float, float, Tensor, Tensor, Co
 
 # A layer with experts on one rank, on a stream and its normed rows -> the same for the next layer and the experts taken
 # int64 [T, R]; None for a step that the form does not take.
+class Site(NamedTuple):
+    """What a step is to a layer."""
+
+    rotary: Rotary | None
+    k_arena: Tensor
+    v_arena: Tensor
+    at: Context
+
+
 class WholeLayer(Protocol):
-    """What `Ops.prepare` makes of a block."""
+    """What `Ops.prepare` makes of a block. It is called with itself and the layers that follow it, each with its site:
+    as many of them from the first on as take the step are one operation. -> The stream after them and the experts that
+    each took, int64 [B * T, R]; None if the first does not take it."""
 
     block: Block
 
     def __call__(
-        self, stream: Joined, rotary: Rotary | None, k_arena: Tensor, v_arena: Tensor, at: Context
-    ) -> tuple[Joined, Tensor] | None: ...
+        self, stream: Joined, layers: "Iterable[tuple[WholeLayer, Site]]"
+    ) -> tuple[Joined, Sequence[Tensor]] | None: ...
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ same lines on its part of the parameters; `summed`, `whole` and `parts` of a `Di
 parts meet. Between products a layer works on a division's rows: all tokens [T, H] of the step, or this rank's, [t, H].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from muse_fn.attention import Step, attention, seen_by
 from muse_fn.kernels.around import capped, embedding, gains, mixes, rotary_of, stream_norm
 from muse_fn.kernels.norms import Gain, Mix
 from muse_fn.kernels.pieces import Block, Joined, Numbers
-from muse_fn.kernels.select import Ops, WholeLayer, select, under_vmap
+from muse_fn.kernels.select import Ops, Site, WholeLayer, select, under_vmap
 from muse_fn.kvcache.cache import KVCache, Places
 from muse_fn.kvcache.layout import layout_of
 from muse_fn.moe import MoEScales, mlp
@@ -150,9 +150,15 @@ def stage_layers(
     coming.append(Coming(None, torch.float32))
     assert first.norm is not None
     a = ops.normed(h_tH, first.norm, config.rms_norm_eps, first.dtype)
-    for i, (p, s) in enumerate(zip(params.layers, every, strict=True)):
-        (h_tH, a, _), kv, taken = decoder_layer(p, s, coming[i], Joined(h_tH, a), kv, i, step, config, ops, division)
-        routes.append(taken.unflatten(0, tokens) if isinstance(taken, Tensor) else taken)
+    while (i := len(routes)) < len(params.layers):
+        p, s, stream = params.layers[i], every[i], Joined(h_tH, a)
+        at_once = _at_once(params.layers, every, stream, kv, i, step, config, ops, division)
+        if at_once is not None:
+            (h_tH, a, _), found = at_once
+        else:
+            (h_tH, a, _), kv, one = decoder_layer(p, s, coming[i], stream, kv, i, step, config, ops, division)
+            found = (one,)
+        routes += (x.unflatten(0, tokens) if isinstance(x, Tensor) else x for x in found)
     return Hidden(division.whole(h_tH).unflatten(0, tokens), kv, tuple(routes))
 
 
@@ -255,9 +261,6 @@ def decoder_layer(
     The stream comes normed for the first branch and leaves normed for what is `coming`.
     """
     post_eps, eps = config.post_norm_eps, config.rms_norm_eps
-    at_once = _at_once(p, s, stream, kv, layer, step, config, ops, division)
-    if at_once is not None:
-        return at_once[0], kv, at_once[1]
     h, a, _ = stream
     b, kv = attention(p.attn, a, kv, layer, step, config, ops, division)
     h, m, rounded = ops.join(h, b[None], None, s.attn_gate, s.mlp_norm, post_eps, eps, torch.float32)
@@ -266,24 +269,37 @@ def decoder_layer(
 
 
 def _at_once(
-    p: Layer,
-    s: Scales,
+    layers: Sequence[Layer],
+    every: "Sequence[Scales]",
     stream: Joined,
     kv: Cache,
-    layer: int,
+    first: int,
     step: Step,
     config: Config,
     ops: Ops,
     division: Division,
-) -> tuple[Joined, Tensor] | None:
-    """What follows in `decoder_layer` as one operation, if the layer was prepared and its form takes this step. Raises
-    ValueError if it was prepared with other matrices."""
-    if s.whole is not None and (s.whole.block.q is not p.attn.q or s.whole.block.o is not p.attn.o):
-        raise ValueError(f"every[{layer}] was prepared for other parameters than these: prepare them anew")
-    if s.whole is None or ops.prepare is None or not isinstance(kv, KVCache) or division.mesh.size(STAGE) > 1:
+) -> tuple[Joined, Sequence[Tensor]] | None:
+    """Layers from the `first` on as one operation: as many as were prepared and as take this step; None if it is not
+    among them."""
+    whole = every[first].whole
+    if whole is None or ops.prepare is None or not isinstance(kv, KVCache) or division.mesh.size(STAGE) > 1:
         return None
-    slot, rotary = step.slots[layer][1], step.rotary if config.has_rotary(layer) else None
-    return s.whole(stream, rotary, kv.k[slot], kv.v[slot], seen_by(layer, step, config))
+    return whole(stream, _sites(layers, every, kv, first, step, config))
+
+
+def _sites(
+    layers: Sequence[Layer], every: "Sequence[Scales]", kv: KVCache, first: int, step: Step, config: Config
+) -> Iterator[tuple[WholeLayer, Site]]:
+    """The prepared layers from the `first` on, up to one that is not. Raises ValueError for one that was prepared with
+    other matrices."""
+    for layer in range(first, len(layers)):
+        attn, whole = layers[layer].attn, every[layer].whole
+        if whole is None:
+            return
+        if whole.block.q is not attn.q or whole.block.o is not attn.o:
+            raise ValueError(f"every[{layer}] was prepared for other parameters than these: prepare them anew")
+        slot, rotary = step.slots[layer][1], step.rotary if config.has_rotary(layer) else None
+        yield whole, Site(rotary, kv.k[slot], kv.v[slot], seen_by(layer, step, config))
 
 
 def logits(params: Params, h: Tensor, config: Config, ops: Ops, mesh: Mesh = ONE, *, gathered: bool = True) -> Tensor:

@@ -30,7 +30,7 @@ def test_each_number_is_put_where_it_belongs_with_its_offset() -> None:
     plan = planned([norm(given + 64 * 4, middle, 2), second])
     for seed in (2, 3):
         x, room, found = draw(seed, 3, 64), torch.empty(2, 64), torch.zeros(4, 64)
-        follow(plan, [y.data_ptr() for y in (x, room, found)])
+        follow([plan], [[y.data_ptr() for y in (x, room, found)]])
         expected = cpu_rows.normed(cpu_rows.normed(x[1:], None, EPS, x.dtype), Gain(factor), EPS, x.dtype)
         assert torch.equal(found[1:3], expected)
         assert not found[[0, 3]].any()
@@ -41,11 +41,20 @@ def test_a_plan_may_run_on_several_threads_at_once() -> None:
 
     def run(seed: int) -> bool:
         x, room, out = draw(seed, 1, 64), torch.empty(1, 64), torch.empty(1, 64)
-        follow(plan, [y.data_ptr() for y in (x, room, out)])
+        follow([plan], [[y.data_ptr() for y in (x, room, out)]])
         return bool(torch.allclose(out, plain_norm(x, EPS), rtol=1e-4, atol=1e-5))
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(run, range(200)))
+
+
+def test_plans_run_one_after_the_other_each_with_its_own_numbers() -> None:
+    first, second = planned([norm(unknown(1), unknown(2), 3)]), planned([norm(unknown(1), unknown(2), 2)])
+    x, middle, out = draw(2, 3, 64), torch.empty(3, 64), torch.zeros(3, 64)
+    follow([first, second], [[x.data_ptr(), middle.data_ptr()], [middle.data_ptr() + 256, out.data_ptr()]])
+    expected = cpu_rows.normed(cpu_rows.normed(x, None, EPS, x.dtype)[1:], None, EPS, x.dtype)
+    assert torch.equal(out[:2], expected)
+    assert not out[2].any()
 
 
 def test_more_arguments_than_there_is_room_for_are_refused() -> None:
