@@ -82,6 +82,19 @@ def advanced(past_B: Tensor, count_B: Tensor, tokens_B: Tensor) -> tuple[Tensor,
     return past_B + count_B, (count_B > 0) & (tokens_B >= 0)
 
 
+def fits(
+    tokens_BT: Tensor, view: Sequence[Tensor], windows: Sequence[int], cache: Sequence[int], limits: Sequence[int]
+) -> bool:
+    """Whether a quick look shows that a step fits, as step.check_step has it; False where there is none, or to be told
+    in words why not. `view` is [G, B, N], [B] and [B], `cache` how many blocks it has and positions of one, `limits`
+    the least count of a row, and how many positions and ids there may be."""
+    given = tokens_BT, *view
+    form = numba_form(*given)
+    if form is None or any(x.dtype != torch.int64 or not x.is_contiguous() for x in given):
+        return False
+    return form.fits(tokens_BT, view, windows, cache, limits)
+
+
 def capped(z: Tensor, multiplier: float, cap: float) -> Tensor:
     """float32: cap * tanh(z * multiplier / cap), or z * multiplier where cap is 0; element by element."""
     form = triton_form(z.device)

@@ -4,7 +4,7 @@
 import numba
 import numpy as np
 
-from muse_fn.kernels.cpu_vectors import bits_of, double_at, float_of, floats, halves, int_at, integers
+from muse_fn.kernels.cpu_vectors import bits_of, double_at, float_of, floats, halves, int_at, integers, octets
 
 inline = numba.njit(fastmath={"contract"}, error_model="numpy")  # no reordering: `exp` counts on its roundings
 in_any_order = numba.njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # for sums
@@ -32,6 +32,12 @@ def f32(address, count):
 def bf16(address, count):
     """An array of bfloat16 at an address, as uint16."""
     return numba.carray(halves(address), (count,))
+
+
+@inline
+def bytes_at(address, count):
+    """An array of uint8 at an address."""
+    return numba.carray(octets(address), (count,))
 
 
 @inline

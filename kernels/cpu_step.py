@@ -14,7 +14,7 @@ from torch import Tensor
 from muse_fn.kernels.cpu_calls import call, compiled, helpers, threads
 from muse_fn.kernels.cpu_pool import in_parallel, rest
 from muse_fn.kernels.cpu_rows import UNIT, normed
-from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, real, sigmoid, tanh, wide
+from muse_fn.kernels.cpu_scalars import argument, bf16, bytes_at, f32, i64, inline, real, sigmoid, tanh, wide
 from muse_fn.kernels.cpu_vectors import claim
 from muse_fn.kernels.norms import RESIDUAL_GATE_FLOOR
 from muse_fn.kernels.one_op import one_op
@@ -139,6 +139,61 @@ def mixes(vectors: Sequence[Tensor], temperature: float) -> tuple[Tensor, Tensor
     addresses = [x.data_ptr() for x in (alpha, beta, *vectors)]
     call(_mixes, [*alpha.shape, first.dtype == torch.float32, *addresses], (temperature, RESIDUAL_GATE_FLOOR))
     return alpha, beta
+
+
+@inline
+def _is_inside(a, row):
+    """Whether a row's past and count are in their bounds."""
+    past, count = i64(argument(a, 6), row + 1)[row], i64(argument(a, 7), row + 1)[row]
+    return argument(a, 8) <= count <= argument(a, 2) and past >= 0 and past + count <= argument(a, 9)
+
+
+@inline
+def _used(a, group, row):
+    """The columns of a table that a row's step reads, from and to, and the first of them that it writes."""
+    size, window = argument(a, 3), argument(a, 15 + group)
+    past, count = i64(argument(a, 6), row + 1)[row], i64(argument(a, 7), row + 1)[row]
+    start = max(0, past - window + 1) // size if window else 0
+    stop = max(start, (past + count + size - 1) // size)
+    return start, stop, past // size if count else stop
+
+
+def _fits(a):
+    """Arguments: 0 groups, 1 rows, 2 columns of a step, 3 positions of a block, 4 columns of a table, 5 tables, 6 past,
+    7 count, 8 the least count, 9 how many positions there may be, 10 blocks, 11 a byte for each, 0 at first, 12 ids, 13
+    how many there may be, 14 the result; then the window of each group."""
+    rows, blocks, width, met, own, good = argument(a, 1), argument(a, 10), argument(a, 4), 0, 0, True
+    is_written, ids = bytes_at(argument(a, 11), blocks), i64(argument(a, 12), rows * argument(a, 2))
+    for n in range(len(ids)):
+        good = good and 0 <= ids[n] < argument(a, 13)
+    for row in range(rows):
+        good = good and _is_inside(a, row)
+    for is_second in range(2):  # what is written is known when all rows have been looked at
+        for line in range(argument(a, 0) * rows if good else 0):
+            start, stop, first = _used(a, line // rows, line % rows)
+            table = i64(argument(a, 5) + line * width * 8, width)
+            for n in range(start, stop):
+                block = table[n]
+                if not 0 < block < blocks:
+                    good = False
+                elif is_second:
+                    met += is_written[block]
+                elif n >= first:
+                    own += 1 - is_written[block]
+                    is_written[block] = 1
+    i64(argument(a, 14), 1)[0] = good and met <= own
+
+
+@one_op
+def fits(
+    tokens_BT: Tensor, view: Sequence[Tensor], windows: Sequence[int], cache: Sequence[int], limits: Sequence[int]
+) -> bool:
+    """`around.fits` for contiguous tensors in int64."""
+    (table, past, count), (blocks, size), (least, room, ids) = view, cache, limits
+    found, written = table.new_zeros(1), table.new_zeros(blocks, dtype=torch.uint8)
+    call(_fits, [len(windows), *tokens_BT.shape, size, table.shape[2], *(x.data_ptr() for x in (table, past, count)),
+        least, room, blocks, written.data_ptr(), tokens_BT.data_ptr(), ids, found.data_ptr(), *windows])  # fmt: skip
+    return bool(found)
 
 
 @inline

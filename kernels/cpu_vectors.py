@@ -274,6 +274,16 @@ def halves(context, address):
 
 
 @intrinsic
+def octets(context, address):
+    """A pointer to bytes, for numba.carray."""
+
+    def codegen(context, b, signature, args):
+        return b.inttoptr(args[0], _I8.as_pointer())
+
+    return types.CPointer(types.uint8)(types.int64), codegen
+
+
+@intrinsic
 def integers(context, address):
     """A pointer to int64, for numba.carray."""
 

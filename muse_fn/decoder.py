@@ -50,16 +50,21 @@ def forward(
 
 def check_tokens(tokens: Tensor, config: Config) -> None:
     """Raises ValueError unless these are token ids [B, T] with B and T at least 1; reads them on the host."""
-    shaped = isinstance(tokens, Tensor) and tokens.dim() == 2 and 0 not in tokens.shape  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not shaped or tokens.dtype not in (torch.int64, torch.int32):
-        found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"tokens is {found}: must be int64 or int32 [B, T], neither of them 0")
+    check_tokens_shape(tokens)
     if under_vmap():
         return
     low, high = (int(x) for x in tokens.aminmax())
     if low < 0 or high >= config.vocab_size:
         wrong = low if low < 0 else high
         raise ValueError(f"tokens holds id {wrong}: ids go from 0 to {config.vocab_size - 1}")
+
+
+def check_tokens_shape(tokens: Tensor) -> None:
+    """Raises ValueError unless these are integers [B, T] with B and T at least 1."""
+    shaped = isinstance(tokens, Tensor) and tokens.dim() == 2 and 0 not in tokens.shape  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not shaped or tokens.dtype not in (torch.int64, torch.int32):
+        found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"tokens is {found}: must be int64 or int32 [B, T], neither of them 0")
 
 
 class Chunk(NamedTuple):

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from muse_fn.decoder import Chunk, Scales, check_tokens, hidden_states, logits
+from muse_fn.decoder import Chunk, Scales, check_tokens, check_tokens_shape, hidden_states, logits
+from muse_fn.kernels.around import fits
 from muse_fn.kernels.select import Ops, select
 from muse_fn.kvcache.cache import KVCache, View, blocks_for, check_alive, consume, locate, step_positions
 from muse_fn.kvcache.layout import Layout, layout_of
@@ -98,12 +99,15 @@ def check_step(tokens: Tensor, kv: KVCache, view: View, config: Config, at_least
 
     Reads the view on the host: a captured step is checked before it is captured and leaves this out.
     """
-    check_tokens(tokens, config)
+    check_tokens_shape(tokens)
     (batch, length), (blocks, size) = tokens.shape, kv.k[0].shape[:2]
     windows = layout_of(config).windows
     _check_shape(view, len(windows), batch, length)
     width = view.table_GBN.shape[-1]
     room = min(width * size, config.max_positions)
+    if fits(tokens, view, windows, (blocks, size), (at_least, room, config.vocab_size)):
+        return
+    check_tokens(tokens, config)
     pasts, counts = view.past_B.tolist(), view.count_B.tolist()
     for row, (past, count) in enumerate(zip(pasts, counts, strict=True)):
         if not at_least <= count <= length:

@@ -1,6 +1,7 @@
 """Compiled forms of what stands around the layers equal their meaning, and are left out where gradients are wanted."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from muse_fn.decoder import forward
 from muse_fn.kernels import around, cpu_calls
 from muse_fn.kernels.norms import gain, mix, plain_norm, rotary_angles
 from muse_fn.kvcache import cache
-from muse_fn.kvcache.cache import Places, View, locate
-from muse_fn.kvcache.layout import Layout
+from muse_fn.kvcache.cache import Places, View, init_cache, locate
+from muse_fn.kvcache.layout import Layout, layout_of
+from muse_fn.step import check_step
 from tests.models import SEEDS, SMALL, random_params
 
 if why := cpu_calls.why_not():
@@ -143,3 +145,44 @@ def test_tables_that_do_not_fit_the_layout_are_named_not_read() -> None:
                 locate(View(tables, one, one), 1, 4, Layout(windows, (), 1))
         for found, plain in zip(locate(odd, 1, 4, Layout((0, 4), (), 1)), expected, strict=True):
             assert all(torch.equal(mine, its) for mine, its in zip(found, plain, strict=True))
+
+
+@given(SEEDS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
+def test_the_quick_look_at_a_step_is_the_long_one(seed: int, batch: int, length: int, size: int) -> None:
+    """Of views that fit and of those with a block twice, beyond the cache, or a count or id out of bounds."""
+    generator = torch.Generator().manual_seed(seed)
+    config = replace(SMALL, window=7, max_positions=29)
+    windows = layout_of(config).windows
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    columns = 30 // size
+    blocks = 2 + len(windows) * batch * columns
+    table = 1 + torch.randperm(blocks - 1, generator=generator)[: len(windows) * batch * columns]
+    table = table.view(len(windows), batch, columns)
+    view = View(table, draw(0, 29 - length, batch), draw(0, length + 1, batch))
+    tokens, kv = draw(0, config.vocab_size, batch, length), init_cache(config, blocks, size)
+    match seed % 6:
+        case 0:
+            table.view(-1)[draw(0, table.numel(), 2)] = int(table.view(-1)[draw(0, table.numel(), 1)])
+        case 1:
+            table.view(-1)[draw(0, table.numel(), 1)] = int(draw(-1, 2, 1)) * blocks
+        case 2:
+            view.count_B[0] = int(draw(-1, length + 3, 1))
+        case 3:
+            view.past_B[0] = int(draw(-1, 32, 1))
+        case 4:
+            tokens[0, 0] = int(draw(-1, 2, 1)) * config.vocab_size
+        case _:
+            pass
+    args = tokens, view, windows, (blocks, size), (0, min(columns * size, 29), config.vocab_size)
+    with torch.no_grad():
+        found = around.fits(*args)
+    try:
+        check_step(tokens, kv, view, config, 0)  # where gradients are wanted there is no quick look
+    except ValueError:
+        assert not found
+    else:
+        assert found
+    assert not around.fits(*args)
