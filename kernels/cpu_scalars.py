@@ -4,7 +4,7 @@
 import numba
 import numpy as np
 
-from muse_fn.kernels.cpu_vectors import bits_of, double_at, float_of, floats, halves, int_at, integers, octets
+from muse_fn.kernels.cpu_vectors import bits_of, double_at, float_of, floats, halves, int_at, integers, octets, words
 
 inline = numba.njit(fastmath={"contract"}, error_model="numpy")  # no reordering: `exp` counts on its roundings
 in_any_order = numba.njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # for sums
@@ -38,6 +38,12 @@ def bf16(address, count):
 def bytes_at(address, count):
     """An array of uint8 at an address."""
     return numba.carray(octets(address), (count,))
+
+
+@inline
+def i32(address, count):
+    """An array of int32 at an address."""
+    return numba.carray(words(address), (count,))
 
 
 @inline
@@ -82,6 +88,24 @@ def exp(x):
     found = p * first * second
     found = np.float32(0.0) if x < np.float32(-87.3) else found
     return found if x == x else x
+
+
+@inline
+def log(x):
+    """The natural logarithm of a normal number above 0, within 3 units of the last place: of m in 2^n * m between the
+    roots of 1/2 and 2, as 2 artanh((m - 1) / (m + 1)), whose series goes on with a term below 3e-9 of it."""
+    bits = bits_of(x)
+    n = np.int32((bits + np.uint32(0x3F800000 - 0x3F3504F3)) >> np.uint32(23)) - np.int32(127)
+    f = float_of(np.uint32(bits - (np.uint32(n) << np.uint32(23)))) - np.float32(1.0)
+    s = f / (f + np.float32(2.0))
+    square = s * s
+    p = np.float32(1.0 / 9.0)
+    for term in (1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0):
+        p = p * square + np.float32(term)
+    far = np.float32(n)
+    return far * np.float32(0.693359375) + (
+        (far * np.float32(-2.12194440e-4) + np.float32(2.0) * s * square * p) + np.float32(2.0) * s
+    )
 
 
 @inline

@@ -284,6 +284,16 @@ def octets(context, address):
 
 
 @intrinsic
+def words(context, address):
+    """A pointer to int32, for numba.carray."""
+
+    def codegen(context, b, signature, args):
+        return b.inttoptr(args[0], _I32.as_pointer())
+
+    return types.CPointer(types.int32)(types.int64), codegen
+
+
+@intrinsic
 def integers(context, address):
     """A pointer to int64, for numba.carray."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from muse_fn.filters import keep, keep_by_kernels
-from muse_fn.kernels.select import why_no_triton
+from muse_fn.kernels.select import may_differentiate, why_no_numba, why_no_triton
 from muse_fn.sharding.collectives import psum, stacked
 from muse_fn.sharding.mesh import ONE, STAGE, Mesh
 
@@ -137,6 +137,10 @@ def sample(
             own = form.draw(logits_BV, tops, draw.temperature_B, draw.key_B, pos_B, start, allowed)
             drawn = stacked(own, mesh, STAGE)
         return form.tokens(tops, drawn, draw.temperature_B, going_B)
+    if mesh.size(STAGE) == 1 and not (may_differentiate() or why_no_numba()) and logits_BV.is_cpu:
+        compiled = _numba_form()
+        if not compiled.why_not(logits_BV, allowed, draw, pos_B, going_B):
+            return compiled.tokens(logits_BV, allowed, draw, pos_B, going_B, filtered=filtered, greedy=greedy)
     bad_B = ~torch.isfinite(logits_BV).all(-1)
     if going_B is not None:
         bad_B = bad_B | ~going_B
@@ -157,6 +161,11 @@ def sample(
 @lru_cache
 def _triton_form() -> Any:
     return import_module("muse_fn.kernels.gpu_sample")
+
+
+@lru_cache
+def _numba_form() -> Any:
+    return import_module("muse_fn.kernels.cpu_sample")
 
 
 def _largest(x_CBV: Tensor, start: int, bad_B: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
