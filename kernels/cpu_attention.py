@@ -121,8 +121,7 @@ def _next(a, cursor, crowd):
         return
     row, width = cursor[0] // parts, argument(a, 5) * GROUP * 2
     at, begin = i64(argument(a, 12), argument(a, 1) * queries)[row], cursor[0] % parts * argument(a, 19) * width
-    most = min(CROWD, NEAR // (argument(a, 19) * width))
-    while cursor[1] < columns and crowd[1] + RUN <= most:
+    while cursor[1] < columns and crowd[1] + RUN <= argument(a, 20):
         column = row // queries * columns + cursor[1]
         count = _run(i64(argument(a, 13) + column * size * 8, size), cursor[2], size, at, argument(a, 14))
         if count:
@@ -269,7 +268,7 @@ def _begin(a, unit, q_at, states_at, sums_at):
 def _attend(a):
     """Arguments: 0 claims, 1 sequences, 2 new positions, 3 KV heads, 4 heads of each, 5 groups of a head's channels, 6
     q, 7 K arena, 8 V arena, 9 blocks, 10 columns of blocks, 11 rows of a block, 12 q positions, 13 k positions, 14
-    window, 15 result, 16 the helpers, 17 this, 18 threads, 19 KV heads of a unit."""
+    window, 15 result, 16 the helpers, 17 this, 18 threads, 19 KV heads of a unit, 20 keys of a crowd."""
     units, scale = (
         argument(a, 1) * argument(a, 2) * (argument(a, 3) // argument(a, 19)),
         np.float32(1.0 / math.sqrt(np.float64(argument(a, 5) * GROUP))),
@@ -310,21 +309,24 @@ class Seen(NamedTuple):
     window: int
 
 
-def _heads_at_once(queries: int, kv_heads: int, heads: int, width: int) -> int:
-    """How many KV heads, whose keys lie beside each other, make a unit: as many as fit, but two units for a thread."""
+def _crowd(kv_heads: int, heads: int, width: int) -> tuple[int, int]:
+    """How many KV heads, whose keys lie beside each other, fit into a unit, and how many of their keys into a crowd."""
     most = min(MOST_HEADS * kv_heads // heads, NEAR // (RUN * width * 2))
-    most = min(most, queries * kv_heads // (2 * torch.get_num_threads()))
-    return next((n for n in range(most, 1, -1) if kv_heads % n == 0), 1)
+    own = next((n for n in range(most, 1, -1) if kv_heads % n == 0), 1)
+    return own, min(CROWD, NEAR // (own * width * 2))
 
 
 def attention_of(q: int, shape: Sequence[int], seen: Seen, out: int) -> Work:
     """Attention of queries at an address, of shape [B, T, N, D], to another, which may be the same."""
     batch, queries, count, width = shape
     k, v, size, kv_heads, blocks, columns, q_pos, k_pos, window = seen
-    own = _heads_at_once(batch * queries, kv_heads, count, width)
+    # Sums are brought to new tops crowd by crowd, so that is the same for any batch; units are to be enough for all.
+    own, keys = _crowd(kv_heads, count, width)
+    enough = min(own, batch * queries * kv_heads // (2 * torch.get_num_threads()))
+    own = next((n for n in range(enough, 1, -1) if own % n == 0), 1)
     shared = threads(batch * queries * kv_heads // own)
     return Work(_started, [0, batch, queries, kv_heads, count // kv_heads, width // GROUP, q, k, v, blocks, columns,
-        size, q_pos, k_pos, window, out, helpers(shared), compiled(_attend)[1], shared, own])  # fmt: skip
+        size, q_pos, k_pos, window, out, helpers(shared), compiled(_attend)[1], shared, own, keys])  # fmt: skip
 
 
 def attend_blocks(

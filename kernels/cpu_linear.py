@@ -29,7 +29,7 @@ from muse_fn.kernels.packed import MXFP4, Weight
 GROUP = 32  # inputs that are read at a time
 UNIT = 16  # rows of a matrix that a thread claims at least
 LONGEST = 64  # such units, at most, that it claims at once
-AHEAD = 6144  # bytes between what is read and what is asked for, beyond where the processor would look by itself
+AHEAD = 4096  # bytes between what is read and what is asked for, beyond where the processor would look by itself
 BLOCK = 8  # of them that meet the next rows of x while both are in the nearest cache
 BF16, PACKED, FLOAT = 0, 1, 2
 MOST, *_REST = PIECES

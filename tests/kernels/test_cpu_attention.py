@@ -98,3 +98,24 @@ def test_two_threads_make_the_same_bits_as_one_and_order_in_memory_does_not_matt
     finally:
         torch.set_num_threads(1)
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(width: int) -> None:
+    """However many heads of how many sequences a thread takes at once. Results are rounded: another order of sums would
+    show in one of some ten thousand, so there are many."""
+    batch = 8192 // width
+    k, v = draw(0, 2, 60, 16, 4, width).to(BF16)
+    q = (4 * draw(1, batch, 1, 16, width) / width**0.5).to(BF16)
+    blocks = torch.randint(0, 60, (batch, 9), generator=torch.Generator().manual_seed(2))
+    pos, q_pos = torch.arange(144).expand(batch, 144), 143 - torch.arange(batch)[:, None] % 70
+    for window in (0, 50):
+        whole = cpu_attention.attend_blocks(q, k, v, blocks, q_pos, pos, window)
+        torch.set_num_threads(2)
+        try:
+            for n in range(batch):
+                one = slice(n, n + 1)
+                found = cpu_attention.attend_blocks(q[one], k, v, blocks[one], q_pos[one], pos[one], window)
+                assert torch.equal(found, whole[one])
+        finally:
+            torch.set_num_threads(1)
