@@ -41,7 +41,7 @@ def _few_rows(
     are summed.
 
     Columns stand first, those next to each other last: so a thread has the same columns of all rows and of the inputs,
-    16 bytes of a row at once, and adds up what it has.
+    16 bytes of a row at once, and adds up what it has. The caches are to keep what is read again, and no weights.
     """
     dtype = w_ptr.dtype.element_ty
     wide: tl.constexpr = 128 // dtype.primitive_bitwidth
@@ -52,16 +52,16 @@ def _few_rows(
     part = tl.arange(0, wide // x_wide)[:, None] * x_wide + tl.arange(0, x_wide)[None, :]
     x_k = group[:, None, None, None] + part[None, None, :, :]
     at = w_ptr + row[None, :, None] + k
-    w = tl.load(at, mask=(k < K) | (K % STEP == 0), other=0.0)
+    w = tl.load(at, mask=(k < K) | (K % STEP == 0), other=0.0, eviction_policy="evict_first")
     inputs_ready(PDL)
     a = tl.zeros((STEP // wide, OUT), tl.float32)
     b, c, d = a, a, a
     for start in range(0, K, STEP):
         left = K - start
         if K % STEP:
-            ahead = tl.load(at + start + STEP, mask=k < left - STEP, other=0.0)
+            ahead = tl.load(at + start + STEP, mask=k < left - STEP, other=0.0, eviction_policy="evict_first")
         else:
-            ahead = tl.load(at + start + STEP, mask=left > STEP, other=0.0)
+            ahead = tl.load(at + start + STEP, mask=left > STEP, other=0.0, eviction_policy="evict_first")
         w = w.to(tl.float32)
         x_at = x_ptr + start
         a += tl.sum(w * _part_of_row(x_at, x_k, left, K, STEP, wide, dtype), 2)
