@@ -208,6 +208,7 @@ def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
     """pieces.normed: compiled where it rounds to bfloat16."""
     if dtype != BF16 or x.dtype not in (BF16, FLOAT):
         return pieces.normed(x, norm, eps, dtype)
+    norm = Gain(norm.factor.float())  # the last one comes in the model's dtype
     why = no_vectors(x.shape[-1], norm.factor) or why_not(x)
     return _either("normed", why, _normed, pieces.normed)(x, norm, eps, dtype)
 

@@ -15,9 +15,9 @@ FLOAT_REGISTERS = 168  # of a thread: with what the compiler takes by itself it 
 FEW = 4
 OUT, STEP = 2, 2048  # rows of a matrix for each program, and inputs of each at once; more rows if there are fewer
 WARPS = 4
-# One row: up to so many times the inputs at once, so that all weights of a program are on their way before the inputs
-# are there, by so many warps.
-TIMES, ONE_ROW_WARPS = 4, 8
+# One row: up to WIDE inputs at once, so that all weights of a program are on their way before the inputs are there, of
+# four rows of a matrix if these are no more than half as many; a warp for so many weights.
+WIDE, EACH_WARP = 8192, 1024
 
 # More of them.
 FLOAT_OUTS, FLOAT_STEP = (4, 8), 1024  # the same for a float32 matrix: the second where two programs share its rows
@@ -64,11 +64,12 @@ class Form(NamedTuple):
 
 
 def few_rows(width: int, count: int) -> Form:
-    """Of up to FEW rows of inputs: as many weights for a program whatever the width; for one wide row twice as many."""
+    """Of up to FEW rows of inputs: at least as many weights for a program whatever the width."""
     least = max(8, next_power(width))
     if count == 1:
-        step = min(least, TIMES * STEP)
-        return Form(1, OUT * STEP * (2 if step > STEP else 1) // step, 1, step, WARPS=ONE_ROW_WARPS)
+        step = min(least, WIDE)
+        out = 1 if step == WIDE else max(4, OUT * STEP // step)
+        return Form(1, out, 1, step, WARPS=out * step // EACH_WARP)
     step = min(least, STEP)
     return Form(1, OUT * STEP // step, FEW, step)
 

@@ -37,8 +37,8 @@ def whole(parts: Tensor) -> Tensor:
 
 
 def normed(x: Tensor, norm: Gain, eps: float, dtype: torch.dtype) -> Tensor:
-    """The centred norm over the last dimension, rounded to `dtype` once."""
-    return centred_norm(x, norm, eps).to(dtype)
+    """The centred norm over the last dimension, rounded to `dtype` once. The norm's factor is of any float dtype."""
+    return centred_norm(x, Gain(norm.factor.float()), eps).to(dtype)
 
 
 class Joined(NamedTuple):

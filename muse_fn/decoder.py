@@ -325,5 +325,5 @@ def capped_logits(params: Params, h: Tensor, config: Config, ops: Ops) -> Tensor
     head = params.head if isinstance(params.head, Tensor) else params.embed
     assert isinstance(head, Tensor), "the last stage has the head"
     assert isinstance(params.norm, Tensor), "the last stage has the final norm"
-    x = ops.normed(h, Gain(params.norm.float()), config.rms_norm_eps, head.dtype)
+    x = ops.normed(h, Gain(params.norm), config.rms_norm_eps, head.dtype)
     return capped(ops.linear(x, head), config.output_multiplier, config.soft_cap)
