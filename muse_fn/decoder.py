@@ -96,9 +96,11 @@ def hidden_states(
     """Runs chunks, which follow each other, through this stage's layers, each as soon as the previous stage has it.
 
     With one stage that is all layers. In tick t stage s works on chunk t - s: all stages work at once on a long step.
-    `every` is `scales` of this tree's layers, worked out here unless given.
+    `every` is `scales` of this tree's layers, worked out here unless given. Raises ValueError, before anything is
+    written, for layers that were prepared with other matrices.
     """
     every = every or scales(params.layers, config)
+    _check_prepared(params.layers, every)
     own, stage = stage_config(config, mesh), mesh.index(("pp",))
     done: list[Hidden] = []
     given: Tensor | None = None
@@ -157,7 +159,7 @@ def stage_layers(
     a = ops.normed(h_tH, first.norm, config.rms_norm_eps, first.dtype)
     while (i := len(routes)) < len(params.layers):
         p, s, stream = params.layers[i], every[i], Joined(h_tH, a)
-        at_once = _at_once(params.layers, every, stream, kv, i, step, config, ops, division)
+        at_once = _at_once(every, stream, kv, i, step, config, ops, division)
         if at_once is not None:
             (h_tH, a, _), found = at_once
         else:
@@ -224,6 +226,12 @@ def prepared(params: Params, config: Config, mesh: Mesh = ONE, *, ops: Ops | Non
     return tuple(s._replace(whole=whole) for s, whole in zip(every, wholes, strict=True))
 
 
+def _check_prepared(layers: Sequence[Layer], every: Sequence[Scales]) -> None:
+    for n, (p, s) in enumerate(zip(layers, every, strict=True)):
+        if s.whole is not None and (s.whole.block.q is not p.attn.q or s.whole.block.o is not p.attn.o):
+            raise ValueError(f"every[{n}] was prepared for other parameters than these: prepare them anew")
+
+
 def _block_of(p: Layer, s: Scales, coming: Gain | None) -> Block:
     attn, m = p.attn, p.mlp
     assert isinstance(m, MoE)
@@ -274,7 +282,6 @@ def decoder_layer(
 
 
 def _at_once(
-    layers: Sequence[Layer],
     every: "Sequence[Scales]",
     stream: Joined,
     kv: Cache,
@@ -289,20 +296,17 @@ def _at_once(
     whole = every[first].whole
     if whole is None or ops.prepare is None or not isinstance(kv, KVCache) or division.mesh.size(STAGE) > 1:
         return None
-    return whole(stream, _sites(layers, every, kv, first, step, config))
+    return whole(stream, _sites(every, kv, first, step, config))
 
 
 def _sites(
-    layers: Sequence[Layer], every: "Sequence[Scales]", kv: KVCache, first: int, step: Step, config: Config
+    every: "Sequence[Scales]", kv: KVCache, first: int, step: Step, config: Config
 ) -> Iterator[tuple[WholeLayer, Site]]:
-    """The prepared layers from the `first` on, up to one that is not. Raises ValueError for one that was prepared with
-    other matrices."""
-    for layer in range(first, len(layers)):
-        attn, whole = layers[layer].attn, every[layer].whole
+    """The prepared layers from the `first` on, up to one that is not."""
+    for layer in range(first, len(every)):
+        whole = every[layer].whole
         if whole is None:
             return
-        if whole.block.q is not attn.q or whole.block.o is not attn.o:
-            raise ValueError(f"every[{layer}] was prepared for other parameters than these: prepare them anew")
         slot, rotary = step.slots[layer][1], step.rotary if config.has_rotary(layer) else None
         yield whole, Site(rotary, kv.k[slot], kv.v[slot], seen_by(layer, step, config))
 

@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from muse_fn.kernels.select import EAGER, REFERENCE, Ops
 from muse_fn.kvcache.cache import KVCache, View
 from muse_fn.params.quantise import quantise_experts
 from muse_fn.params.tree import Params, map_tensors, tensors
-from muse_fn.step import decode, prefill
+from muse_fn.step import decode, prefill, run_on
 from tests.kernels.test_cpu_steps import BF16, CONFIG, LENGTHS, begun
 from tests.models import copied, random_params, random_tokens
 
@@ -38,8 +39,14 @@ def every(params: Params) -> tuple[Scales, ...]:
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each layer that was asked whether it takes a step, whether it did."""
-    found, takes = list[bool](), cpu_whole._takes  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(cpu_whole, "_takes", lambda *args: (found.append(takes(*args)), found[-1])[1])  # pyright: ignore
+    found, plan_of = list[bool](), cpu_whole._plan_of  # pyright: ignore[reportPrivateUsage]
+
+    def asked(*args: Any) -> Any:
+        plan = plan_of(*args)
+        found.append(plan is not None)
+        return plan
+
+    monkeypatch.setattr(cpu_whole, "_plan_of", asked)
     return found
 
 
@@ -178,10 +185,40 @@ def test_parameters_whose_storage_moved_are_found_where_they_are(params: Params,
 
 
 def test_layers_prepared_with_other_parameters_are_refused(params: Params, every: tuple[Scales, ...]) -> None:
+    """All of them before the first layer runs, whoever would run it."""
     tokens, kv, view = begun(params)
-    other = copy.deepcopy(params)
-    with pytest.raises(ValueError, match=rf"^every\[{SPARSE[0]}\] was prepared for other parameters than these: "):
-        step(other, tokens, kv, view, every)
+    others = copy.deepcopy(params.layers)
+    before = [x.clone().view(torch.int16) for x in (*kv.k, *kv.v)]
+    for n in SPARSE:
+        other = params._replace(layers=(*params.layers[:n], others[n], *params.layers[n + 1 :]))
+        for ops in (None, EAGER):
+            with (
+                torch.no_grad(),
+                pytest.raises(ValueError, match=rf"^every\[{n}\] was prepared for other parameters than these: "),
+            ):
+                decode(other, tokens, kv._replace(alive=kv.alive.clone()), view, CONFIG, every=every, ops=ops)
+    assert all(torch.equal(a.view(torch.int16), b) for a, b in zip((*kv.k, *kv.v), before, strict=True))
+
+
+def test_layers_up_to_the_first_that_does_not_take_a_step_are_one_call(
+    params: Params, every: tuple[Scales, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others run by themselves, and the bits and routes are those of layers one by one."""
+    token, kv, view = begun(params)
+    form = cpu_ops.file_of("cpu_layer")
+    calls, run_layers = list[int](), form.run_layers
+    monkeypatch.setattr(form, "run_layers", lambda *args: (calls.append(len(args[0])), run_layers(*args))[1])  # pyright: ignore
+    routes: dict[int, list[Tensor]] = {}
+    for left_out in (-1, *SPARSE):
+        kept = tuple(s._replace(whole=None) if n == left_out else s for n, s in enumerate(every))
+        check_equal(params, token, kv, view, kept)
+        with torch.no_grad():
+            ran = run_on(params, token, copied(kv), view, CONFIG, every=kept)
+        routes[left_out] = [x for x in ran.routes if isinstance(x, Tensor)]
+        assert [x.shape for x in routes[left_out]] == [(*token.shape, CONFIG.top_k)] * len(SPARSE)
+        assert all(torch.equal(a, b) for a, b in zip(routes[left_out], routes[-1], strict=True))
+    assert max(calls) > 1
+    assert min(calls) < max(calls)
 
 
 def test_a_layer_before_one_of_another_dtype_is_not_prepared(params: Params) -> None:
