@@ -1,8 +1,8 @@
 """Attention of a few new positions over the blocks of a cache in bfloat16: keys and values are read where they lie.
 
-The contract is that of reference.attend_blocks. One piece of work is one KV head of one sequence: crowd after crowd of
-the keys that a query sees, the scores of its heads, their weights, the weighted values, kept against the highest score
-so far. Keys that are not seen are not read.
+The contract is that of reference.attend_blocks. One piece of work is one or more KV heads of one sequence: crowd after
+crowd of the keys that a query sees, the scores of its heads, their weights, the weighted values, kept against the
+highest score so far. Keys that are not seen are not read.
 """
 
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -21,7 +21,6 @@ from muse_fn.kernels.cpu_scalars import argument, bf16, f32, i64, inline, narrow
 from muse_fn.kernels.cpu_vectors import FACTOR_BYTES, LANES, ask_for, claim, tile, workspace
 from muse_fn.kernels.cpu_weights import LOWEST, STATE, soften, weigh
 
-WIDEST = 256  # channels of a head
 CROWD = 64  # keys, at most, that are scored before their values are read
 RUN = 16  # of them, at most, that lie one behind the other in a block and are asked for at once
 MOST_HEADS = 16  # of queries that a unit has
@@ -240,11 +239,9 @@ def _end(a, unit, states_at, sums_at):
         m = 0
         while m < heads:
             size, row = piece(heads - m), h * heads + m
-            sums, out = (
-                f32(sums_at + row * width * 4, size * width),
-                argument(a, 15) + (unit * own * heads + row) * width * 2,
-            )
-            _divided(sums, states_at + row * STATE, size, width, bf16(out, size * width))
+            sums = f32(sums_at + row * width * 4, size * width)
+            out = bf16(argument(a, 15) + (unit * own * heads + row) * width * 2, size * width)
+            _divided(sums, states_at + row * STATE, size, width, out)
             m += size
 
 
@@ -269,10 +266,8 @@ def _attend(a):
     """Arguments: 0 claims, 1 sequences, 2 new positions, 3 KV heads, 4 heads of each, 5 groups of a head's channels, 6
     q, 7 K arena, 8 V arena, 9 blocks, 10 columns of blocks, 11 rows of a block, 12 q positions, 13 k positions, 14
     window, 15 result, 16 the helpers, 17 this, 18 threads, 19 KV heads of a unit, 20 keys of a crowd."""
-    units, scale = (
-        argument(a, 1) * argument(a, 2) * (argument(a, 3) // argument(a, 19)),
-        np.float32(1.0 / math.sqrt(np.float64(argument(a, 5) * GROUP))),
-    )
+    units = argument(a, 1) * argument(a, 2) * (argument(a, 3) // argument(a, 19))
+    scale = np.float32(1.0 / math.sqrt(np.float64(argument(a, 5) * GROUP)))
     q_at, sums_at, scores_at, states_at = workspace(16384), workspace(16384), workspace(5120), workspace(3072)
     crowd, coming, cursor = i64(workspace(2048), 256), i64(workspace(2048), 256), i64(workspace(64), 3)
     cursor[1] = argument(a, 10)  # of no unit yet

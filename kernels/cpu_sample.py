@@ -242,11 +242,24 @@ def tokens(
     return out
 
 
-def why_not(logits_BV: Tensor, allowed: Tensor | None, settings: tuple[Tensor, ...], *others: Tensor | None) -> str:
+def why_not(
+    logits_BV: Tensor,
+    allowed: Tensor | None,
+    settings: tuple[Tensor, ...],
+    pos_B: Tensor,
+    going_B: Tensor | None = None,
+) -> str:
     """Why these cannot be taken; "" if they can."""
     kinds = torch.float32, torch.float32, torch.int64, torch.float32, torch.float32, torch.int32
     if [x.dtype for x in (logits_BV, *settings)] != [*kinds] or logits_BV.dim() != 2:
         return "logits are no rows of float32, or settings have other dtypes than those of `draws`"
-    if allowed is not None and allowed.dtype != torch.bool:
-        return f"ids that are allowed are {allowed.dtype}"
-    return cpu_reasons.why_not(logits_BV, *settings, *(x for x in (allowed, *others) if x is not None))
+    rows, width = logits_BV.shape
+    masks = [x for x in (allowed, going_B) if x is not None]
+    if any(x.dtype != torch.bool for x in masks) or pos_B.dtype not in (torch.int32, torch.int64):
+        return "ids that are allowed or rows that go on are not bool, or positions no whole numbers"
+    each = [*settings[:4], pos_B, *([] if going_B is None else [going_B])]
+    if any(x.shape != (rows,) for x in each) or settings[4].shape != (rows, 2):
+        return "settings are not one for each row"
+    if allowed is not None and allowed.shape not in ((width,), (rows, width)):
+        return f"ids that are allowed are {list(allowed.shape)}"
+    return cpu_reasons.why_not(logits_BV, *settings, pos_B, *masks)

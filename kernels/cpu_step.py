@@ -145,7 +145,7 @@ def mixes(vectors: Sequence[Tensor], temperature: float) -> tuple[Tensor, Tensor
 def _is_inside(a, row):
     """Whether a row's past and count are in their bounds."""
     past, count = i64(argument(a, 6), row + 1)[row], i64(argument(a, 7), row + 1)[row]
-    return argument(a, 8) <= count <= argument(a, 2) and past >= 0 and past + count <= argument(a, 9)
+    return argument(a, 8) <= count <= argument(a, 2) and 0 <= past <= argument(a, 9) - count
 
 
 @inline

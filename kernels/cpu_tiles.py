@@ -30,10 +30,10 @@ from muse_fn.kernels.cpu_vectors import (
     _sums,
     _word,
 )
+from muse_fn.kernels.cpu_weights import LOWEST
 
 ROWS, KEYS = 6, 64
 VECTORS = KEYS // LANES
-LOWEST = -3.4e38  # below every score: the first top, from which a sum of nothing is brought to the next
 STATE = 64 * (2 + ROWS)  # bytes: the rows' tops and the factors by which sums come to them, a row's sum in 16 parts
 _HALVES, _PLACES = ir.VectorType(_I16, LANES), ir.VectorType(_I64, LANES)
 _LONG = ir.VectorType(_I16, 2 * LANES)

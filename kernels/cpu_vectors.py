@@ -178,14 +178,14 @@ def _readers(kind, has_permute):
     return lambda b, at, scale_at: _pair_of_mxfp4(b, at, scale_at, has_permute), factor, _fma
 
 
-def tile(kind, rows, pieces, asks=True, has_permute=HAS_PERMUTE):
+def tile(kind, rows, pieces, has_permute=HAS_PERMUTE):
     """An intrinsic (w, stride, scales, scale_stride, x, groups, out, coming, step): the products of `rows` rows of a
     matrix with `pieces` rows of x, float32 [rows, pieces] and what else fills 16 places, written to `out`.
 
     kind is bf16, mxfp4 or f32; strides are bytes from row to row; x is [groups, pieces, 32], float32 for f32, else as
-    above. groups is at least 1. While rows are read it `asks` for as many that lie `step` bytes
-    from each other at `coming`, to be read later. The
-    order of a sum is the same for any number of rows and pieces: a row's bits do not depend on its neighbours.
+    above. groups is at least 1. While rows are read as many that lie `step` bytes from each other at `coming` are asked
+    for, to be read later. The order of a sum is the same for any number of rows and pieces: a row's bits do not depend
+    on its neighbours.
     """
     width, x_width = {"bf16": (64, FACTOR_BYTES), "mxfp4": (16, FACTOR_BYTES), "f32": (128, 128)}[kind]
     of_matrix, of_factor, added = _readers(kind, has_permute)
@@ -197,8 +197,7 @@ def tile(kind, rows, pieces, asks=True, has_permute=HAS_PERMUTE):
             sums, place, matrix = list(sums), b.mul(n, _word(width)), []
             for r in range(rows):
                 at = _plus(b, w, b.mul(stride, _word(r)), place)
-                if asks:
-                    _prefetch(b, _plus(b, coming, b.mul(step, _word(r)), place))
+                _prefetch(b, _plus(b, coming, b.mul(step, _word(r)), place))
                 matrix.append(of_matrix(b, at, _plus(b, scales, b.mul(scale_stride, _word(r)), n)))
             for m in range(pieces):
                 factor = of_factor(b, _plus(b, x, b.mul(n, _word(x_width * pieces)), x_width * m))

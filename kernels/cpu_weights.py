@@ -28,9 +28,8 @@ from muse_fn.kernels.cpu_vectors import (
 )
 
 LOWEST = -3.4e38  # below every score: the first top, from which a sum of nothing is brought to the next
-STATE = (
-    64 * 3
-)  # bytes: in lanes as above the tops so far, sums of weights in parts, factors that bring sums to a new top
+# Bytes: in lanes as above the tops so far, sums of weights in parts, factors that bring sums to a new top.
+STATE = 64 * 3
 
 
 def _exp(b, x):

@@ -53,8 +53,6 @@ class ExpertRows(Protocol):
 AttendNew = Callable[[Projected, Rotary | None, float, float, Tensor, Tensor, Context, dtype], Tensor]
 
 
-# A layer with experts on one rank, on a stream and its normed rows -> the same for the next layer and the experts taken
-# int64 [T, R]; None for a step that the form does not take.
 class Site(NamedTuple):
     """What a step is to a layer."""
 

@@ -138,6 +138,13 @@ def test_what_it_does_not_take_goes_to_the_plain_form() -> None:
     draw, pos = draws([Sampling()], 40), torch.zeros(1, dtype=torch.int64)
     assert cpu_sample.why_not(torch.zeros(1, 40, dtype=torch.float64), None, draw, pos)
     assert cpu_sample.why_not(torch.zeros(1, 40), torch.zeros(40), draw, pos)
+    two, yes = torch.zeros(2, 40), torch.ones(2, 40, dtype=torch.bool)
+    assert cpu_sample.why_not(two, None, draw, pos), "one setting for two rows"
+    assert cpu_sample.why_not(two, None, draws([Sampling()] * 2, 40), pos), "one position"
+    for allowed in (yes[:1], yes[:, :39], yes[0, :39]):
+        assert cpu_sample.why_not(two, allowed, draws([Sampling()] * 2, 40), pos.expand(2)), "not as many as ids"
+    for going in (yes[:1, 0], yes[:, 0].int()):
+        assert cpu_sample.why_not(two, None, draws([Sampling()] * 2, 40), pos.expand(2), going)
     with torch.no_grad():
         assert sample(torch.arange(40.0).double()[None], draw, pos).tolist() == [39]
 
