@@ -113,10 +113,12 @@ class Distributed:
         _made.add(self)
 
     def close(self) -> None:
-        """Ends what `tell` has begun."""
+        """Ends what `tell` has begun, and lets go of the groups: their threads end with the last who holds them, and
+        one that still has a tensor to release when the interpreter ends aborts the process."""
         for words in self._words:
             if words is not None:
                 words.close()
+        self._groups.clear()
 
     @property
     def has_words(self) -> bool:
@@ -164,6 +166,7 @@ class Distributed:
 
     def pass_on(self, x: Tensor | None, to: int, into: Tensor | None, source: int) -> Tensor | None:
         """See mesh.Link."""
+        _check_joined()
         received = None if into is None else torch.empty_like(into, memory_format=torch.contiguous_format)
         steps = [] if x is None else [dist.P2POp(dist.isend, x, to)]
         steps += [] if received is None else [dist.P2POp(dist.irecv, received, source)]
@@ -183,11 +186,18 @@ class Distributed:
 
     def _group(self, peers: tuple[int, ...]) -> dist.ProcessGroup:
         if peers not in self._groups:
+            _check_joined()
             everyone = len(peers) == dist.get_world_size()
             made = dist.group.WORLD if everyone else dist.new_group(list(peers), use_local_synchronization=True)
             assert isinstance(made, dist.ProcessGroup), f"{peers=}"
             self._groups[peers] = made
         return self._groups[peers]
+
+
+def _check_joined() -> None:
+    """Raises MeshError in a process that has left."""
+    if not dist.is_initialized():
+        raise MeshError("this process has left its mesh and cannot reach the others: take a mesh from join(mesh) again")
 
 
 def _first_line(error: Exception) -> str:
@@ -259,7 +269,8 @@ def join(mesh: Mesh, device: str | torch.device = "cpu") -> Mesh:
 
 
 def leave() -> None:
-    """Ends the membership that `join` began. No rank may wait for this one any more.
+    """Ends the membership that `join` began, and every mesh that it gave. No rank may wait for this one any more. A
+    process that ends without leaving may abort at its very end.
 
     Captured steps must be gone: NCCL does not end while a CUDA graph has collectives of the group in it.
     """

@@ -36,7 +36,7 @@ from muse_fn.sharding.collectives import (
     swapped,
     tell_all,
 )
-from muse_fn.sharding.mesh import AXES, Axes, Mesh, parse_mesh
+from muse_fn.sharding.mesh import AXES, Axes, Mesh, MeshError, parse_mesh
 
 NANO = Path(muse_fn.__file__).parent / "nano"
 SUBSETS: list[Axes] = [axes for n in (1, 2, 3) for axes in itertools.combinations(AXES, n)]
@@ -123,6 +123,27 @@ def told_without_a_folder(mesh: Mesh) -> tuple[list[bytes], bool]:
         return told(mesh)
 
 
+def left(mesh: Mesh) -> tuple[set[str], set[str], list[str]]:
+    """Threads that serve collectives before and after leaving, the mesh still in hand; what collectives say then."""
+    collectives(mesh)
+    before, said = _serving(), list[str]()
+    leave()
+    until = time.monotonic() + 5
+    while _serving() and time.monotonic() < until:  # the system lists a thread a moment longer
+        time.sleep(0.01)
+    for collective in (lambda: psum(torch.ones(1), mesh, AXES), lambda: hand_on(torch.ones(1), mesh, torch.ones(1))):
+        try:
+            collective()
+        except MeshError as error:
+            said.append(str(error))
+    return before, _serving(), said
+
+
+def _serving() -> set[str]:
+    names = {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
+    return {name for name in names if "gloo" in name}
+
+
 def _missed(mesh: Mesh, gone: int) -> str:
     tell_all(b"first" if mesh.rank == 0 else None, mesh)
     if mesh.rank == gone:
@@ -145,7 +166,7 @@ def embedded(mesh: Mesh) -> dict[str, Any]:
     return found | {"score": muse_fn.score(model, PROMPTS[2], mesh)}
 
 
-EVERY = (collectives, lost, told, told_from_afar, told_without_a_folder, unheard, silent, hung, embedded)
+EVERY = (collectives, lost, told, told_from_afar, told_without_a_folder, unheard, silent, hung, left, embedded)
 TASKS: dict[str, Callable[[Mesh], Any]] = {f.__name__: f for f in EVERY}
 
 

@@ -76,6 +76,15 @@ def test_who_hangs_is_missed_though_words_would_fit_into_its_socket(tmp_path: Pa
     assert first == "rank 0 lost another rank (TimeoutError)"
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list a process's threads")
+def test_who_has_left_has_no_threads_that_would_outlive_the_interpreter(tmp_path: Path) -> None:
+    for before, after, said in ranks.run(ranks.left, Mesh(pp=2, ep=2), tmp_path):
+        assert before
+        assert after == set()
+        assert len(said) == 2
+        assert all("has left its mesh" in text for text in said)
+
+
 @pytest.mark.parametrize(
     ("world", "told"), [(None, "RANK and WORLD_SIZE are not set: start 4"), ("3", "3 processes were started")]
 )
