@@ -25,7 +25,11 @@ PLACE = "import os, signal, sys, time, pathlib; rank = int(os.environ['RANK']); 
 LINE = (
     PLACE + "from muse_fn.serve.member import line, tell\nfrom muse_fn.sharding.collectives import PeerError\nline()\n"
 )
-NOTE = "(at / f'{rank}.json').write_text(__import__('json').dumps(dict(os.environ, pid=str(os.getpid()))))\n"
+NOTE = (  # in one piece: others wait for the file and may read it, or end this rank, at once
+    "note = at / f'{rank}.part'\n"
+    "note.write_text(__import__('json').dumps(dict(os.environ, pid=str(os.getpid()))))\n"
+    "note.rename(at / f'{rank}.json')\n"
+)
 TERM_IS_IGNORED = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 ALL_NOTED = "\nwhile len(list(at.glob('*.json'))) < int(os.environ['WORLD_SIZE']): time.sleep(0.01)\n"
 SLEEP = "time.sleep(600)\n"
