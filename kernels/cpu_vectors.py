@@ -252,54 +252,17 @@ def claim(context, address):
     return types.int64(types.int64), codegen
 
 
-@intrinsic
-def floats(context, address):
-    """A pointer to float32, for numba.carray."""
+def _pointer(kind, result):
+    def typed(context, address):
+        signature = types.CPointer(result)(types.int64)
+        return signature, lambda context, b, signature, args: b.inttoptr(args[0], kind.as_pointer())
 
-    def codegen(context, b, signature, args):
-        return b.inttoptr(args[0], _F32.as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), codegen
+    return intrinsic(typed)
 
 
-@intrinsic
-def halves(context, address):
-    """A pointer to the 16 bits of bfloat16, for numba.carray."""
-
-    def codegen(context, b, signature, args):
-        return b.inttoptr(args[0], _I16.as_pointer())
-
-    return types.CPointer(types.uint16)(types.int64), codegen
-
-
-@intrinsic
-def octets(context, address):
-    """A pointer to bytes, for numba.carray."""
-
-    def codegen(context, b, signature, args):
-        return b.inttoptr(args[0], _I8.as_pointer())
-
-    return types.CPointer(types.uint8)(types.int64), codegen
-
-
-@intrinsic
-def words(context, address):
-    """A pointer to int32, for numba.carray."""
-
-    def codegen(context, b, signature, args):
-        return b.inttoptr(args[0], _I32.as_pointer())
-
-    return types.CPointer(types.int32)(types.int64), codegen
-
-
-@intrinsic
-def integers(context, address):
-    """A pointer to int64, for numba.carray."""
-
-    def codegen(context, b, signature, args):
-        return b.inttoptr(args[0], _I64.as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), codegen
+# For numba.carray; halves are the 16 bits of bfloat16.
+floats, halves, octets = _pointer(_F32, types.float32), _pointer(_I16, types.uint16), _pointer(_I8, types.uint8)
+words, integers = _pointer(_I32, types.int32), _pointer(_I64, types.int64)
 
 
 @intrinsic
