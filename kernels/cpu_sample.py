@@ -251,8 +251,8 @@ def why_not(
 ) -> str:
     """Why these cannot be taken; "" if they can."""
     kinds = torch.float32, torch.float32, torch.int64, torch.float32, torch.float32, torch.int32
-    if [x.dtype for x in (logits_BV, *settings)] != [*kinds] or logits_BV.dim() != 2:
-        return "logits are no rows of float32, or settings have other dtypes than those of `draws`"
+    if [x.dtype for x in (logits_BV, *settings)] != [*kinds] or logits_BV.dim() != 2 or not logits_BV.numel():
+        return "logits are no rows of float32, or none, or settings have other dtypes than those of `draws`"
     rows, width = logits_BV.shape
     masks = [x for x in (allowed, going_B) if x is not None]
     if any(x.dtype != torch.bool for x in masks) or pos_B.dtype not in (torch.int32, torch.int64):

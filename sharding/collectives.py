@@ -118,6 +118,7 @@ class Distributed:
         for words in self._words:
             if words is not None:
                 words.close()
+        self._words = ()
         self._groups.clear()
 
     @property
@@ -127,6 +128,7 @@ class Distributed:
 
     def tell(self, data: bytes | None, peers: tuple[int, ...]) -> bytes:
         """See `tell_all`; `peers` are all ranks. The first call connects them."""
+        _check_joined()
 
         def agreed(mine: bool) -> bool:
             return bool(self.all_sum(torch.tensor([int(mine)]), peers) == len(peers))

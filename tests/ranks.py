@@ -124,16 +124,22 @@ def told_without_a_folder(mesh: Mesh) -> tuple[list[bytes], bool]:
 
 
 def left(mesh: Mesh) -> tuple[set[str], set[str], list[str]]:
-    """Threads that serve collectives before and after leaving, the mesh still in hand; what collectives say then."""
+    """Threads that serve collectives before and after leaving, the mesh still in hand; what collectives say then. Rank
+    0 leaves before the others have heard its last words."""
     collectives(mesh)
+    tell_all(b"first" if mesh.rank == 0 else None, mesh)
+    if mesh.rank:
+        time.sleep(1)
+    assert tell_all(b"last" if mesh.rank == 0 else None, mesh) == b"last"
     before, said = _serving(), list[str]()
     leave()
     until = time.monotonic() + 5
     while _serving() and time.monotonic() < until:  # the system lists a thread a moment longer
         time.sleep(0.01)
-    for collective in (lambda: psum(torch.ones(1), mesh, AXES), lambda: hand_on(torch.ones(1), mesh, torch.ones(1))):
+    x = torch.ones(1)
+    for after in (lambda: psum(x, mesh, AXES), lambda: hand_on(x, mesh, x), lambda: tell_all(b"", mesh)):
         try:
-            collective()
+            after()
         except MeshError as error:
             said.append(str(error))
     return before, _serving(), said

@@ -138,6 +138,7 @@ def test_what_it_does_not_take_goes_to_the_plain_form() -> None:
     draw, pos = draws([Sampling()], 40), torch.zeros(1, dtype=torch.int64)
     assert cpu_sample.why_not(torch.zeros(1, 40, dtype=torch.float64), None, draw, pos)
     assert cpu_sample.why_not(torch.zeros(1, 40), torch.zeros(40), draw, pos)
+    assert cpu_sample.why_not(torch.zeros(1, 0), None, draw, pos), "no ids"
     two, yes = torch.zeros(2, 40), torch.ones(2, 40, dtype=torch.bool)
     assert cpu_sample.why_not(two, None, draw, pos), "one setting for two rows"
     assert cpu_sample.why_not(two, None, draws([Sampling()] * 2, 40), pos), "one position"

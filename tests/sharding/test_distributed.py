@@ -81,7 +81,7 @@ def test_who_has_left_has_no_threads_that_would_outlive_the_interpreter(tmp_path
     for before, after, said in ranks.run(ranks.left, Mesh(pp=2, ep=2), tmp_path):
         assert before
         assert after == set()
-        assert len(said) == 2
+        assert len(said) == 3
         assert all("has left its mesh" in text for text in said)
 
 
